@@ -25,12 +25,15 @@ class AdvantageInputs:
     rewards_N: dict[str, torch.Tensor] = field(default_factory=dict)    # named rewards, for GDPO
     rollout_N: torch.Tensor | None = None   # int64 rollout id; siblings of one rollout count once in a group
     is_advantage: bool = False              # reward_N already is the advantage (a reward post-process hook made it)
+    estimate_N: torch.Tensor | None = None  # what the built-in baseline gives each sample; set before a hook is called
     kl_T: torch.Tensor | None = None        # k1 = old_logp - ref_logp, or another estimator, in nats
     old_logp_T: torch.Tensor | None = None
     ref_logp_T: torch.Tensor | None = None
     rollout_logp_T: torch.Tensor | None = None
-    position_T: torch.Tensor | None = None          # int64 place of each token in its own sequence; padding: >= length_S
+    position_T: torch.Tensor | None = None          # int64 place of each token in its own sequence, -1 on padding
     length_S: torch.Tensor | None = None            # int64 tokens of each sequence, prompt included
     prompt_length_S: torch.Tensor | None = None     # int64
+    chunk_T: torch.Tensor | None = None             # int64 context-parallel chunk of each position (parallel.layout.chunk_ids)
+    columns: tuple[tuple[int, ...], ...] = ((0,),)  # the chunks that each CP rank holds, ascending (parallel.layout.columns)
     cp_group: "torch.distributed.ProcessGroup | None" = None            # the shards of one sequence
     dp_cp_group: "torch.distributed.ProcessGroup | None" = None         # all ranks that hold different tokens

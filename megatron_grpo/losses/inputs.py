@@ -41,7 +41,7 @@ class LossInputs:
     ref_logp_T: torch.Tensor | None = None
     entropy_T: torch.Tensor | None = None           # has gradient when an entropy bonus is asked for
     cp_group: "torch.distributed.ProcessGroup | None" = None
-    position_T: torch.Tensor | None = None          # int64 place of each token in its own sequence; padding: >= length_S
+    position_T: torch.Tensor | None = None          # int64 place of each token in its own sequence, -1 on padding
     length_S: torch.Tensor | None = None            # int64 tokens of each sequence, prompt included, over all CP shards
     prompt_length_S: torch.Tensor | None = None     # int64 prompt tokens of each sequence
 
