@@ -25,12 +25,28 @@ class AdvantageConfig:
 
 @dataclass(frozen=True)
 class LossConfig:
-    ratio: str = setting("token", "granularity of the importance ratio", choices=("token", "sequence", "sequence_token", "none", "on_policy"))
+    ratio: str = setting("token", "granularity of the importance ratio", choices=(
+        "token", "sequence", "sequence_token", "none", "on_policy"))
     surrogate: str = setting("ppo", "clip rule", choices=(
-        "ppo", "cispo", "reinforce", "sapo", "gmpo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl"))
-    eps_clip: float = setting(0.2, "lower clip range of the ratio")
+        "ppo", "cispo", "reinforce", "sapo", "gmpo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "dro", "vespo"))
+    eps_clip: float = setting(0.2, "lower clip range of the ratio; of its logarithm for gmpo; divergence threshold for dppo_*")
     eps_clip_high: float | None = setting(None, "upper clip range of the ratio; same as --eps-clip when not given")
     eps_clip_c: float | None = setting(None, "dual clip: upper bound c > 1 of the ratio where the advantage is negative")
+    log_ratio_min: float = setting(-20.0, "log-ratios are clamped from below before exp; -inf is off", unit="nats")
+    log_ratio_max: float = setting(20.0, "log-ratios are clamped from above before exp; inf is off", unit="nats")
+    sapo_tau_pos: float = setting(1.0, "SAPO: temperature of the soft gate where the advantage is positive")
+    sapo_tau_neg: float = setting(1.05, "SAPO: temperature of the soft gate where the advantage is not positive")
+    clip_cov_ratio: float = setting(2e-4, "Clip-Cov: share of the tokens that lose their gradient")
+    clip_cov_low: float = setting(1.0, "Clip-Cov: candidates have a covariance above this")
+    clip_cov_high: float = setting(5.0, "Clip-Cov: candidates have a covariance below this")
+    kl_cov_ratio: float = setting(2e-4, "KL-Cov: share of the tokens, those of highest covariance, that pay the KL penalty")
+    kl_cov_coef: float = setting(1.0, "KL-Cov: weight of the penalty |log ratio|")
+    dppo_ratio_max: float = setting(20.0, "DPPO: upper bound of the (detached) ratio that weighs the gradient")
+    dro_beta: float = setting(0.1, "DRO: weight of the quadratic penalty on the log-ratio")
+    vespo_k_pos: float = setting(2.0, "VESPO: power of the sequence weight where the advantage is positive")
+    vespo_k_neg: float = setting(3.0, "VESPO: power of the sequence weight where the advantage is not positive")
+    vespo_lambda_pos: float = setting(3.0, "VESPO: decay of the sequence weight where the advantage is positive")
+    vespo_lambda_neg: float = setting(2.0, "VESPO: decay of the sequence weight where the advantage is not positive")
     reducer: str = setting("seq_mean_token_mean", "how token losses become one number", choices=(
         "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "rollout_mean", "prompt_mean"))
     loss_norm_length: int | None = setting(None, "fixed length that seq_mean_token_sum_norm divides by", unit="tokens")
@@ -41,21 +57,34 @@ class LossConfig:
 class KLConfig:
     use_kl_loss: bool = setting(False, "add the KL to the reference policy to the loss")
     kl_loss_coef: float = setting(0.0, "weight of the KL in the loss")
-    kl_loss_type: str = setting("k1", "estimator of the KL", choices=("k1", "k2", "k3", "low_var_kl"))
-    use_unbiased_kl: bool = setting(False, "weight the KL by pi/pi_old (DeepSeek-V3.2)")
-    kl_score_function: bool = setting(True, "add the score-function term, so that the gradient is that of the true KL")
+    kl_loss_type: str = setting("k1", "estimator of the KL; low_var_kl is k3 with its value clamped to 10", choices=(
+        "k1", "k2", "k3", "low_var_kl", "abs"))
+    use_unbiased_kl: bool = setting(False, "weight the KL by pi/pi_old, with gradient (DeepSeek-V3.2): exact off-policy too")
+    kl_gradient: str = setting("score_function", "gradient of the KL without --use-unbiased-kl: that of the true KL (score_function), "
+                               "that of k2 (straight_through), or only through the estimator (pathwise, biased)",
+                               choices=("score_function", "straight_through", "pathwise"))
+    kl_input_clamp: float = setting(20.0, "log(pi/pi_ref) is clamped to [-x, x]; inf is off", unit="nats")
+    kl_output_clamp: float | None = setting(None, "the estimate is clamped to [-x, x]; low_var_kl: 10 when not given", unit="nats")
+    kl_clamp_weighted: bool = setting(False, "apply --kl-output-clamp after the weight pi/pi_old, as slime does, not before")
 
 
 @dataclass(frozen=True)
 class CorrectionConfig:
-    use_tis: bool = setting(False, "truncated importance sampling with old/rollout ratios")
-    tis_mode: str = setting("tis", "rule of the correction", choices=("tis", "icepop", "seq_mask_tis", "seq_tis", "geometric"))
-    tis_clip: float = setting(2.0, "upper bound of the correction weight")
-    tis_clip_low: float = setting(0.0, "lower bound of the correction weight")
+    use_tis: bool = setting(False, "weigh the policy loss by old/rollout (truncated importance sampling)")
+    tis_mode: str = setting("tis", "rule of the weight", choices=(
+        "tis", "icepop", "seq_tis", "seq_icepop", "seq_mask_tis", "geometric"))
+    tis_clip: float = setting(2.0, "upper bound of the weight")
+    tis_clip_low: float = setting(0.0, "lower bound of the weight")
+    tis_batch_normalize: bool = setting(False, "divide the weights by their mean over the optimizer step")
+    rejection: tuple[str, ...] = setting((), "rules LEVEL_METRIC=LOW..HIGH that a token or sequence must pass: level token, seq_sum, "
+                                         "seq_mean or seq_all; metric ratio (old/rollout), k1, k2 or k3; "
+                                         "e.g. seq_mean_ratio=0.99..1.01 token_k3=..0.3", nargs="+")
+    rs_veto_threshold: float | None = setting(None, "reject sequences with a token whose old/rollout is below this")
     use_opsm: bool = setting(False, "off-policy sequence masking (DeepSeek-V3.2)")
-    opsm_delta: float = setting(1e-4, "threshold of the mean log-ratio of a sequence", unit="nats a token")
+    opsm_delta: float = setting(1e-4, "largest mean log(old/policy) of a sequence that keeps its tokens of negative advantage",
+                                unit="nats a token")
     use_rollout_logprobs: bool = setting(False, "bypass: old log-probs are the rollout's")
-    seq_logprob_error_threshold: float | None = setting(None, "mask sequences whose mean exp|old - rollout| exceeds this")
+    seq_logprob_error_threshold: float | None = setting(None, "drop sequences whose mean exp|old - rollout| exceeds this")
     renormalize_masked: bool = setting(False, "tokens that a correction masks leave the denominators too")
 
 
