@@ -1,0 +1,76 @@
+"""One optimizer step, and the log-prob passes before it, through Megatron's own schedules."""
+
+import itertools
+from dataclasses import dataclass, replace
+
+import torch
+
+from .forward import StepContext, forward_step
+from .microbatch import MicroBatch
+
+
+@dataclass
+class StepResult:
+    """What an optimizer step did; the metrics are (sum, count) pairs of this rank."""
+
+    grad_norm: float
+    learning_rate: float
+    skipped: bool
+    outputs: list
+
+
+def run_schedule(model: list, microbatches: list[MicroBatch], context: StepContext, forward_only: bool) -> None:
+    """All micro-batches through the model under the job's pipeline schedule."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.training import get_args
+
+    args = get_args()
+    for mb in microbatches:
+        mb.context = context
+    iterators: list = [iter(microbatches) for _ in model]      # each virtual stage reads the same micro-batches
+    with torch.no_grad() if forward_only else torch.enable_grad():
+        get_forward_backward_func()(
+            forward_step_func=forward_step, data_iterator=iterators if len(model) > 1 else iterators[0], model=model,
+            num_microbatches=len(microbatches), seq_length=args.seq_length, micro_batch_size=args.micro_batch_size,
+            decoder_seq_length=args.seq_length, forward_only=forward_only, collect_non_loss_data=forward_only)
+
+
+def logprob_pass(model: list, microbatches: list[MicroBatch], context: StepContext, target: str, routing: str = "native") -> None:
+    """Fill `target` ("old_logp_T" or "ref_logp_T") of every micro-batch on the last pipeline stage, without gradient."""
+    run_schedule(model, microbatches, replace(context, target=target, routing=routing, metrics=[]), forward_only=True)
+
+
+def optimizer_step(model: list, optimizer, scheduler, microbatches: list[MicroBatch], context: StepContext, num_samples: int,
+                   routing: str = "native") -> StepResult:
+    """Forward, backward, all gradient reductions, and one update of the weights.
+
+    Raises:
+        FloatingPointError: the gradient norm is not finite (and Megatron's loss scaler did not already skip the step).
+    """
+    context = replace(context, target=None, routing=routing, metrics=[])
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    run_schedule(model, microbatches, context, forward_only=False)
+    updated, grad_norm, _ = optimizer.step()
+    updated, grad_norm = _agree(updated, grad_norm)
+    if updated and not torch.isfinite(torch.tensor(grad_norm)):
+        raise FloatingPointError(f"the gradient norm is {grad_norm}: see the loss and mismatch metrics of this step")
+    if updated:
+        scheduler.step(increment=num_samples)
+    rate = next((g["lr"] for g in optimizer.param_groups if not g.get("is_decoupled_lr")), 0.0)
+    return StepResult(grad_norm=float(grad_norm), learning_rate=rate, skipped=not updated, outputs=context.metrics)
+
+
+def _agree(updated, grad_norm):
+    """Stages without trainable parameters report nothing: take the model-parallel group's word."""
+    from megatron.core import mpu
+    from megatron.training.utils import logical_and_across_model_parallel_group, reduce_max_stat_across_model_parallel_group
+
+    group = mpu.get_model_parallel_group()
+    return logical_and_across_model_parallel_group(updated, group=group), reduce_max_stat_across_model_parallel_group(grad_norm, group=group)
+
+
+def chain(parts):
+    """[[a, b], [c]] -> [a, b, c]."""
+    return list(itertools.chain.from_iterable(parts))
