@@ -1,0 +1,26 @@
+"""Settings of the verifiers: where a response's raw reward comes from."""
+
+from dataclasses import dataclass
+
+from ..settings import ConfigError, setting
+
+
+@dataclass(frozen=True)
+class VerifierConfig:
+    rm_type: tuple[str, ...] = setting(
+        (), "built-in rewards: task (the reasoning-gym task's own verifier), math (math-verify), remote (--rm-url); each is a named reward "
+        "beside those of --custom-rm-path", nargs="+")
+    rm_url: str | None = setting(None, "address that answers a POST of {prompt, response, label, metadata} with a number or a dictionary")
+    reward_key: str | None = setting(None, "which of several named rewards is the reward; their sum when not given")
+    rm_timeout: float = setting(30.0, "time limit of one reward; a later one counts as infrastructure failure, never as reward 0",
+                                unit="seconds")
+    rm_workers: int = setting(1, "verifier processes per data-parallel rank", unit="processes")
+
+    def __post_init__(self):
+        unknown = set(self.rm_type) - {"task", "math", "remote"}
+        if unknown:
+            raise ConfigError(f"--rm-type {' '.join(sorted(unknown))}: choose among task, math, remote, or give --custom-rm-path")
+        if ("remote" in self.rm_type) and not self.rm_url:
+            raise ConfigError("--rm-type remote: give the address with --rm-url")
+        if self.rm_timeout <= 0 or self.rm_workers < 1:
+            raise ConfigError(f"--rm-timeout {self.rm_timeout} and --rm-workers {self.rm_workers} must be positive")

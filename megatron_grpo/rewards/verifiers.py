@@ -1,0 +1,136 @@
+"""The built-in verifiers, and the process they run in.
+
+A verifier parses whatever a model wrote, so it can be slow, hang in a regular expression that never returns, or kill its
+process. It therefore runs in a process of its own (VerifierPool) that can be killed at the time limit. That also gives
+math-verify the main thread which its own signal-based time limits need.
+
+This file is that process's program too, so it imports nothing of the package.
+"""
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Callable
+
+START_LIMIT_S = 300.0       # importing reasoning-gym or math-verify from a cold, busy disk
+REPLY_LIMIT = 1 << 20       # bytes of one reply
+
+
+def score_task(response: str, label, metadata: dict) -> float:
+    """The reasoning-gym task's own verifier, on what stands between <answer> tags, or on the whole text without them."""
+    import reasoning_gym
+    from reasoning_gym.utils import extract_answer
+
+    answer = extract_answer(response)
+    entry = {"question": metadata.get("question", ""), "answer": label, "metadata": metadata}
+    score = reasoning_gym.get_score_answer_fn(metadata["source_dataset"])
+    return float(score(response.strip() if answer is None else answer, entry))
+
+
+def score_math(response: str, label, metadata: dict) -> float:
+    """1 if math-verify finds the response's final expression equal to the label, else 0."""
+    from math_verify import parse, verify
+
+    gold = parse(str(label), raise_on_error=True) or parse(f"${label}$", raise_on_error=True)
+    if not gold:
+        raise ValueError(f"math-verify cannot parse the label {label!r}")
+    return float(verify(gold, parse(response)))
+
+
+VERIFIERS: dict[str, Callable[[str, object, dict], float]] = {"task": score_task, "math": score_math}
+
+
+class VerifierError(RuntimeError):
+    """A verifier raised, hung or died: infrastructure, not a wrong answer."""
+
+
+class VerifierPool:
+    """`size` verifier processes, started at the first use, each replaced when it hangs or dies.
+
+    Args:
+        size: how many run at once; further calls wait their turn, which their time limit does not count.
+        timeout_s: time limit of one verification.
+    """
+
+    def __init__(self, size: int, timeout_s: float):
+        self.timeout_s = timeout_s
+        self.idle: asyncio.LifoQueue = asyncio.LifoQueue()
+        self.processes: set[asyncio.subprocess.Process] = set()
+        for _ in range(size):
+            self.idle.put_nowait(None)      # a place; the process starts when it is taken first
+
+    async def score(self, kind: str, response: str, label, metadata: dict) -> float:
+        """The verifier's number. Raises VerifierError."""
+        process = await self.idle.get()
+        try:
+            if process is None:
+                process = await self._start()
+            message = json.dumps([kind, response, label, metadata], default=str)
+            reply = await asyncio.wait_for(self._ask(process, message), self.timeout_s)
+        except TimeoutError:
+            process = self._kill(process)
+            raise VerifierError(f"verifier {kind} gave no answer within {self.timeout_s:g} s (--rm-timeout)") from None
+        except (OSError, ValueError, EOFError, asyncio.CancelledError) as error:
+            process = self._kill(process)
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            raise VerifierError(f"verifier {kind} died: {error!r}") from error
+        finally:
+            self.idle.put_nowait(process)
+        if "error" in reply:
+            raise VerifierError(f"verifier {kind} raised {reply['error']}")
+        return reply["score"]
+
+    def close(self):
+        for process in list(self.processes):
+            self._kill(process)
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", os.path.abspath(__file__), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            limit=REPLY_LIMIT, env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
+        self.processes.add(process)
+        try:
+            await asyncio.wait_for(self._ask(process, ""), START_LIMIT_S)
+        except BaseException:
+            self._kill(process)
+            raise
+        return process
+
+    async def _ask(self, process: asyncio.subprocess.Process, message: str) -> dict:
+        process.stdin.write(message.encode() + b"\n")
+        await process.stdin.drain()
+        reply = await process.stdout.readline()
+        if not reply:
+            raise EOFError("the process ended")
+        return json.loads(reply)
+
+    def _kill(self, process) -> None:
+        if process is not None:
+            self.processes.discard(process)
+            if process.returncode is None:
+                process.kill()
+
+
+def _serve():
+    """Answer one line of JSON with one line of JSON until the parent closes the pipe."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)       # a verifier that prints must not break the protocol
+    for line in sys.stdin:
+        if not line.strip():
+            import math_verify  # noqa: F401
+            import reasoning_gym  # noqa: F401
+            reply = {"ready": True}
+        else:
+            kind, response, label, metadata = json.loads(line)
+            try:
+                reply = {"score": VERIFIERS[kind](response, label, metadata)}
+            except Exception as error:
+                reply = {"error": f"{type(error).__name__}: {error}"[:2000]}
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+
+
+if __name__ == "__main__":
+    _serve()
