@@ -1,4 +1,6 @@
-"""Collectives that the loss is differentiated through. Every rank of the group enters each of them, also with no tokens."""
+"""Collectives of the loss, the advantages and the metrics. Every rank of the group enters each of them, also with no tokens."""
+
+import zlib
 
 import torch
 import torch.distributed as dist
@@ -43,3 +45,109 @@ def sequence_sums(x_Tn: torch.Tensor, seq_T: torch.Tensor, num_seqs: int, cp_gro
         [S, n], equal on every rank of the group.
     """
     return _SequenceSums.apply(x_Tn, seq_T, num_seqs, cp_group)
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        if group is None:
+            return x.unsqueeze(0)
+        out = x.new_empty(dist.get_world_size(group), *x.shape)
+        dist.all_gather_into_tensor(out.view(-1), x.contiguous().view(-1), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.group is None:
+            return grad[0], None
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(grad, group=ctx.group)
+        return grad[dist.get_rank(ctx.group)], None
+
+
+def all_gather(x: torch.Tensor, group: ProcessGroup | None = None) -> torch.Tensor:
+    """Stack every rank's tensor: y_r = x of rank r.
+
+    Differentiable: the loss of the step is the sum of the ranks' losses, so the backward sums the gradients of y over the ranks.
+    Meant for small tensors (carries, statistics): the backward moves as many bytes per rank as the whole of y.
+
+    Args:
+        x: any shape, the same on every rank.
+        group: None is a group of one.
+
+    Returns:
+        [ranks, *x.shape], equal on every rank.
+    """
+    return _AllGather.apply(x, group)
+
+
+def moments(x_T: torch.Tensor, mask_T: torch.Tensor, group: ProcessGroup | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Count, mean and sum of squared deviations of the masked values of all ranks, by one all-gather of three numbers.
+
+    Each rank's deviations are taken from its own mean and then moved to the common one (Chan, Golub and LeVeque, 1979), in float64,
+    so that a large mean costs no digits. A rank without values is legal; without any values at all everything is 0.
+
+    Args:
+        x_T: [T] float; values where the mask is False are ignored, also non-finite ones.
+        mask_T: [T] bool.
+        group: every rank that holds different values: data and context parallel, never tensor or pipeline parallel.
+
+    Returns:
+        (count, mean, m2), float64 scalars, equal on every rank, without gradient; m2 / count is the population variance.
+    """
+    mask = mask_T.to(torch.float64)
+    x = x_T.detach().to(torch.float64).masked_fill(~mask_T, 0)
+    count = mask.sum()
+    mean = x.sum() / count.clamp(min=1)
+    m2 = ((x - mean).square() * mask).sum()
+    counts, means, m2s = all_gather(torch.stack([count, mean, m2]), group).unbind(1)
+    total = counts.sum()
+    mean = (counts * means).sum() / total.clamp(min=1)
+    return total, mean, m2s.sum() + (counts * (means - mean).square()).sum()
+
+
+def reduce_means(metrics: dict[str, tuple[torch.Tensor, torch.Tensor]], group: ProcessGroup | None = None,
+                 device: torch.device | str = "cpu") -> dict[str, float]:
+    """Mean of every metric over all ranks: sum of sums / sum of counts; NaN where nothing was counted.
+
+    Args:
+        metrics: name -> (sum, count), scalars; the same names on every rank.
+        group: every rank that holds different tokens. A rank without tokens enters with zeros.
+        device: where the collective runs (the backend's).
+
+    Raises:
+        ValueError: on every rank, when the names differ between ranks.
+    """
+    names = sorted(metrics)
+    _same_names(names, group, device)
+    pairs = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device) for n in names for v in metrics[n]] or
+                        [torch.zeros((), dtype=torch.float64, device=device)])
+    if group is not None:
+        dist.all_reduce(pairs, group=group)
+    pairs = pairs.tolist()
+    return {n: pairs[2 * i] / pairs[2 * i + 1] if pairs[2 * i + 1] else float("nan") for i, n in enumerate(names)}
+
+
+def reduce_maxima(values: dict[str, torch.Tensor], group: ProcessGroup | None = None,
+                  device: torch.device | str = "cpu") -> dict[str, float]:
+    """Largest of every value over all ranks, as `reduce_means`; a rank without tokens enters with -inf."""
+    names = sorted(values)
+    _same_names(names, group, device)
+    maxima = torch.stack([torch.as_tensor(values[n], dtype=torch.float64, device=device) for n in names] or
+                         [torch.zeros((), dtype=torch.float64, device=device)])
+    if group is not None:
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
+    return dict(zip(names, maxima.tolist(), strict=False))
+
+
+def _same_names(names: list[str], group: ProcessGroup | None, device) -> None:
+    """Unequal names would pair up wrong numbers, or hang in a collective of unequal lengths: compare a checksum first."""
+    if group is None:
+        return
+    checksum = zlib.crc32("\n".join(names).encode())
+    extremes = torch.tensor([checksum, -checksum], dtype=torch.int64, device=device)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    if extremes.tolist() != [checksum, -checksum]:
+        raise ValueError(f"the metrics have other names on another rank than on rank {dist.get_rank()}: {', '.join(names)}; "
+                         "every rank must report every metric, with (0, 0) where it has no tokens")

@@ -10,11 +10,11 @@ class PackingConfig:
     use_dynamic_batch_size: bool = setting(False, "pack sequences into micro-batches by tokens; without it by --micro-batch-size")
     max_tokens_per_gpu: int | None = setting(
         None, "most tokens of a micro-batch on one GPU: a micro-batch holds this times the context-parallel size", unit="tokens")
-    cp_layout: str = setting("zigzag", "split of tokens over context-parallel ranks; contiguous is for attention that all-gathers its keys",
+    cp_layout: str = setting("zigzag", "split of tokens over context-parallel ranks; contiguous is for attention that gathers its keys",
                              choices=("zigzag", "contiguous"))
     qkv_format: str = setting("thd", "thd packs the sequences of a micro-batch, bshd pads them to a common length", choices=("thd", "bshd"))
-    data_pad_size_multiplier: int = setting(128, "a rank's packed length (thd) is padded to a multiple of this times the tensor-parallel size",
-                                            unit="tokens")
+    data_pad_size_multiplier: int = setting(
+        128, "a rank's packed length (thd) is padded to a multiple of this times the tensor-parallel size", unit="tokens")
 
     def __post_init__(self):
         if self.use_dynamic_batch_size and self.max_tokens_per_gpu is None:

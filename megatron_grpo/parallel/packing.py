@@ -15,8 +15,8 @@ Plan = list[list[list[int]]]
 """plan[data-parallel rank][micro-batch] = indices of its sequences, ascending; a micro-batch can be empty."""
 
 
-def plan(lengths: Sequence[int], *, dp_size: int, cp_size: int = 1, max_tokens_per_gpu: int | None = None, micro_batch_size: int | None = None,
-         multiple: int = 1, sample_ids: Sequence[int] | None = None) -> Plan:
+def plan(lengths: Sequence[int], *, dp_size: int, cp_size: int = 1, max_tokens_per_gpu: int | None = None,
+         micro_batch_size: int | None = None, multiple: int = 1, sample_ids: Sequence[int] | None = None) -> Plan:
     """Balance the sequences of one optimizer step over data-parallel ranks and cut each rank's share into micro-batches.
 
     With `max_tokens_per_gpu` (--use-dynamic-batch-size) a micro-batch holds at most max_tokens_per_gpu * cp_size tokens, padding not
