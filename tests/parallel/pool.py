@@ -50,6 +50,9 @@ def _forget_megatron():
     if "megatron.training.global_vars" in sys.modules:
         from megatron.training import global_vars
         global_vars.destroy_global_vars()
+    if "megatron.core.num_microbatches_calculator" in sys.modules:
+        from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+        destroy_num_microbatches_calculator()
     if "megatron.core.rerun_state_machine" in sys.modules:
         from megatron.core.rerun_state_machine import destroy_rerun_state_machine
         destroy_rerun_state_machine()
