@@ -1,0 +1,70 @@
+"""The reference policy: frozen weights on the host, swapped into the model for one forward pass."""
+
+from contextlib import contextmanager
+
+import torch
+
+
+class Reference:
+    """Host copies of the reference's parameters and buffers, in the order of the model's.
+
+    `applied()` swaps them in and puts the policy's bits back afterwards; the optimizer's own copies are not touched.
+    """
+
+    def __init__(self, model: list):
+        self.tensors = [t.detach().to("cpu", copy=True) for t in _state(model)]
+
+    @contextmanager
+    def applied(self, model: list):
+        live = _state(model)
+        policy = [t.detach().to("cpu", copy=True) for t in live]
+        try:
+            _copy(live, self.tensors)
+            yield
+        finally:
+            _copy(live, policy)
+
+
+def load_reference(args, trained, load_hf) -> Reference:
+    """The reference named by --ref-load, else the weights of --hf-checkpoint.
+
+    Args:
+        load_hf: callable (model, directory) that loads Hugging Face weights into the model.
+
+    Raises:
+        ConfigError: neither holds weights.
+    """
+    import os
+
+    from megatron.training.checkpointing import load_checkpoint
+
+    from ..settings import ConfigError
+    from ..weights import has_weights
+
+    where = args.grpo.trainer.ref_load or args.grpo.weights.hf_checkpoint
+    model, policy = trained.model, Reference(trained.model)
+    if has_weights(where):
+        load_hf(model, where)
+    elif os.path.exists(os.path.join(where, "latest_checkpointed_iteration.txt")):
+        kept = {name: getattr(args, name) for name in ("finetune", "no_load_optim", "no_load_rng", "iteration", "consumed_train_samples",
+                                                       "exit_on_missing_checkpoint")}
+        args.finetune = args.no_load_optim = args.no_load_rng = args.exit_on_missing_checkpoint = True
+        args.ref_load = where
+        load_checkpoint(model, None, None, load_arg="ref_load")
+        for name, value in kept.items():
+            setattr(args, name, value)
+    else:
+        raise ConfigError(f"the KL needs a reference model: {where} holds neither safetensors nor a Megatron checkpoint; give --ref-load")
+    reference = Reference(model)
+    _copy(_state(model), policy.tensors)
+    return reference
+
+
+def _state(model: list) -> list[torch.Tensor]:
+    return [t for chunk in model for t in (*chunk.parameters(), *chunk.buffers())]
+
+
+@torch.no_grad()
+def _copy(target: list[torch.Tensor], source: list[torch.Tensor]) -> None:
+    for t, s in zip(target, source, strict=True):
+        t.copy_(s)
