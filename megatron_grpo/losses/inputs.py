@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 Metric = tuple[torch.Tensor, torch.Tensor]
-"""(sum, count), both float32 scalars of this rank's tokens; mean = total sum / total count after the last reduction."""
+"""(sum, count), detached scalars over this rank's tokens; mean = total sum / total count after the last reduction."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class LossInputs:
     rollout_logp_T: torch.Tensor | None = None      # the engine that sampled
     ref_logp_T: torch.Tensor | None = None
     entropy_T: torch.Tensor | None = None           # has gradient when an entropy bonus is asked for
+    weight_T: torch.Tensor | None = None            # off-policy weights that were computed for the whole step (renormalize.py)
     cp_group: "torch.distributed.ProcessGroup | None" = None
     position_T: torch.Tensor | None = None          # int64 place of each token in its own sequence, -1 on padding
     length_S: torch.Tensor | None = None            # int64 tokens of each sequence, prompt included, over all CP shards
@@ -52,3 +53,4 @@ class LossOutput:
 
     loss: torch.Tensor
     metrics: dict[str, Metric] = field(default_factory=dict)
+    maxima: dict[str, torch.Tensor] = field(default_factory=dict)       # reduced with MAX; -inf without tokens

@@ -1,0 +1,60 @@
+"""The KL to the reference policy, as a loss: estimators on the sampled tokens, and what makes their gradient right.
+
+x = log pi(t) - log pi_ref(t) on tokens sampled from pi_old, sg stop-gradient. An estimator k(x) has the right mean, but its own
+gradient is not that of the KL, since the tokens were sampled from the policy that is being changed. Two ways to the true gradient:
+
+    on-policy (pi_old = pi):    sg-weight  exp(log pi - sg(log pi)) k(x)      value k, gradient grad k + k grad log pi
+    off-policy:                 (pi / pi_old) k(x), with gradient             DeepSeek-V3.2 (2512.02556, section 3.1)
+
+With k1 or k3 both have mean KL(pi || pi_ref) and its gradient; k2's mean is not the KL. `straight_through` has the value of
+the estimator and the gradient of k2, x grad log pi, whose on-policy mean is also the true gradient (verl's "+").
+"""
+
+import torch
+
+from ..config import KLConfig
+
+
+def estimate(kind: str, x_T: torch.Tensor) -> torch.Tensor:
+    """k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x, abs = |x|. Schulman, "Approximating KL divergence" (2020)."""
+    if kind == "k1":
+        return x_T
+    if kind == "k2":
+        return x_T.square() / 2
+    if kind == "abs":
+        return x_T.abs()
+    return torch.expm1(-x_T) + x_T
+
+
+def kl_loss(logp_T: torch.Tensor, old_logp_T: torch.Tensor, ref_logp_T: torch.Tensor, c: KLConfig) -> torch.Tensor:
+    """Token KL for the loss, with the gradient that `c` asks for.
+
+    Args:
+        logp_T: [T] log-probs under the trained weights, with gradient.
+        old_logp_T: [T] log-probs under the policy that sampled.
+        ref_logp_T: [T] log-probs under the reference.
+
+    Returns:
+        [T]; where the clamp of x acts, the weight has no gradient either.
+    """
+    x_T = logp_T - ref_logp_T
+    inside_T = x_T.detach().abs() <= c.kl_input_clamp
+    kl_T = estimate(c.kl_loss_type, x_T.clamp(-c.kl_input_clamp, c.kl_input_clamp))
+    bound = c.kl_output_clamp if c.kl_output_clamp is not None else 10.0 if c.kl_loss_type == "low_var_kl" else torch.inf
+    if not c.kl_clamp_weighted:
+        kl_T = kl_T.clamp(-bound, bound)
+    if c.use_unbiased_kl:
+        kl_T = _weight((logp_T - old_logp_T).clamp(-c.kl_input_clamp, c.kl_input_clamp), inside_T) * kl_T
+    elif c.kl_gradient == "score_function":
+        kl_T = _weight(logp_T - logp_T.detach(), inside_T) * kl_T
+    elif c.kl_gradient == "straight_through":
+        k2_T = estimate("k2", x_T)
+        kl_T = kl_T.detach() + k2_T - k2_T.detach()
+    if c.kl_clamp_weighted:
+        kl_T = kl_T.clamp(-bound, bound)
+    return kl_T
+
+
+def _weight(log_weight_T: torch.Tensor, inside_T: torch.Tensor) -> torch.Tensor:
+    weight_T = log_weight_T.exp()
+    return torch.where(inside_T, weight_T, weight_T.detach())
