@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..settings import ConfigError, setting
+from ..settings import ConfigError, flag, setting
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,8 @@ class VerifierConfig:
     reward_key: str | None = setting(None, "which of several named rewards is the reward; their sum when not given")
     rm_timeout: float = setting(30.0, "time limit of one reward; a later one counts as infrastructure failure, never as reward 0",
                                 unit="seconds")
-    rm_workers: int = setting(1, "verifier processes per data-parallel rank", unit="processes")
+    rm_workers: int = setting(1, "processes for task and math, per data-parallel rank", unit="processes")
+    rm_concurrency: int = setting(64, "remote and custom rewards computed at once, per data-parallel rank", unit="samples")
 
     def __post_init__(self):
         unknown = set(self.rm_type) - {"task", "math", "remote"}
@@ -22,5 +23,6 @@ class VerifierConfig:
             raise ConfigError(f"--rm-type {' '.join(sorted(unknown))}: choose among task, math, remote, or give --custom-rm-path")
         if ("remote" in self.rm_type) and not self.rm_url:
             raise ConfigError("--rm-type remote: give the address with --rm-url")
-        if self.rm_timeout <= 0 or self.rm_workers < 1:
-            raise ConfigError(f"--rm-timeout {self.rm_timeout} and --rm-workers {self.rm_workers} must be positive")
+        for name in ("rm_timeout", "rm_workers", "rm_concurrency"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{flag(name)} {getattr(self, name)}: give a positive number")

@@ -57,34 +57,47 @@ class VerifierPool:
         self.timeout_s = timeout_s
         self.idle: asyncio.LifoQueue = asyncio.LifoQueue()
         self.processes: set[asyncio.subprocess.Process] = set()
+        self.tasks: set[asyncio.Task] = set()
         for _ in range(size):
             self.idle.put_nowait(None)      # a place; the process starts when it is taken first
 
     async def score(self, kind: str, response: str, label, metadata: dict) -> float:
-        """The verifier's number. Raises VerifierError."""
+        """The verifier's number. Raises VerifierError.
+
+        When the caller is cancelled the process still finishes what it was asked, which is cheaper than to start another.
+        """
+        task = asyncio.ensure_future(self._score(kind, response, label, metadata))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        task.add_done_callback(lambda t: t.cancelled() or t.exception())
+        return await asyncio.shield(task)
+
+    async def _score(self, kind: str, response: str, label, metadata: dict) -> float:
         process = await self.idle.get()
         try:
-            if process is None:
-                process = await self._start()
+            process = process or await self._start()
             message = json.dumps([kind, response, label, metadata], default=str)
             reply = await asyncio.wait_for(self._ask(process, message), self.timeout_s)
-        except TimeoutError:
-            process = self._kill(process)
-            raise VerifierError(f"verifier {kind} gave no answer within {self.timeout_s:g} s (--rm-timeout)") from None
-        except (OSError, ValueError, EOFError, asyncio.CancelledError) as error:
-            process = self._kill(process)
-            if isinstance(error, asyncio.CancelledError):
-                raise
-            raise VerifierError(f"verifier {kind} died: {error!r}") from error
+        except BaseException as error:      # the process may still work on this request: it cannot be asked another
+            self._kill(process)
+            process = None
+            if isinstance(error, TimeoutError):
+                raise VerifierError(f"verifier {kind} gave no answer within {self.timeout_s:g} s (--rm-timeout)") from None
+            if isinstance(error, (OSError, ValueError, EOFError)):
+                raise VerifierError(f"verifier {kind} died: {error!r}") from error
+            raise
         finally:
             self.idle.put_nowait(process)
         if "error" in reply:
             raise VerifierError(f"verifier {kind} raised {reply['error']}")
         return reply["score"]
 
-    def close(self):
+    async def close(self) -> None:
+        for task in list(self.tasks):
+            task.cancel()
         for process in list(self.processes):
             self._kill(process)
+            await process.wait()
 
     async def _start(self) -> asyncio.subprocess.Process:
         process = await asyncio.create_subprocess_exec(

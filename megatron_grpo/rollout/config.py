@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
-from ..settings import ConfigError, setting
+from ..settings import ConfigError, flag, setting
+
+SAMPLING_MASK_MAX_TOKENS = 4096     # SGLang's default --sampling-mask-max-tokens
 
 
 @dataclass(frozen=True)
@@ -39,14 +41,67 @@ class RolloutConfig:
     rollout_top_p: float = setting(1.0, "nucleus sampling: smallest set of tokens with this probability")
     rollout_top_k: int = setting(-1, "sample among the k likeliest tokens; -1 is all", unit="tokens")
     rollout_stop_token_ids: tuple[int, ...] = setting((), "tokens that end a response, beside the tokenizer's end of text", nargs="+")
+    over_sampling_batch_size: int | None = setting(
+        None, "groups in flight or kept at a time; a step takes the first --rollout-batch-size that complete; the same when not given",
+        unit="prompts")
+    dynamic_sampling_max_batches: int = setting(
+        10, "give up a step after beginning this many times the groups in flight, because too many are refused", unit="batches")
+    partial_rollout: bool = setting(
+        False, "carry responses that a step cut off over to the next one (APRIL); otherwise their prompts come again")
+    mask_offpolicy_in_partial_rollout: bool = setting(False, "mask tokens sampled under older weights than those the step trains")
+    max_weight_staleness: int | None = setting(
+        None, "weight updates between sampling a token and training on it; a step waits for samples that would exceed it", unit="updates")
+    rollout_ahead: int = setting(
+        0, "steps whose rollouts are generated while the trainer works; needs an off-policy correction", unit="steps")
+    use_rollout_sampling_mask: bool = setting(
+        False, "renormalise log-probs over the support that top-p and top-k left at each token, in the engine and in the trainer")
+    rollout_function_timeout: float = setting(
+        600.0, "longest time that a --rollout-function-path spends between two generations", unit="seconds")
 
     def __post_init__(self):
-        for name in ("rollout_batch_size", "n_samples_per_prompt", "rollout_max_response_len"):
+        for name in ("rollout_batch_size", "n_samples_per_prompt", "rollout_max_response_len", "dynamic_sampling_max_batches"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: give at least 1")
+                raise ConfigError(f"{flag(name)} {getattr(self, name)}: give at least 1")
+        for name in ("rollout_ahead", "max_weight_staleness"):
+            if (getattr(self, name) or 0) < 0:
+                raise ConfigError(f"{flag(name)} {getattr(self, name)}: give 0 or more")
+        if self.rollout_function_timeout <= 0:
+            raise ConfigError(f"--rollout-function-timeout {self.rollout_function_timeout}: give a positive number")
         if self.rollout_temperature <= 0:
             raise ConfigError(f"--rollout-temperature {self.rollout_temperature}: training needs a temperature above 0")
         if not 0 < self.rollout_top_p <= 1:
             raise ConfigError(f"--rollout-top-p {self.rollout_top_p}: give a probability in (0, 1]")
         if self.rollout_top_k != -1 and self.rollout_top_k < 1:
             raise ConfigError(f"--rollout-top-k {self.rollout_top_k}: give at least 1, or -1 for all tokens")
+        self._check_strategy()
+        self._check_sampling_mask()
+
+    @property
+    def groups_in_flight(self) -> int:
+        return self.over_sampling_batch_size or self.rollout_batch_size
+
+    def _check_strategy(self):
+        if self.groups_in_flight < self.rollout_batch_size:
+            raise ConfigError(f"--over-sampling-batch-size {self.over_sampling_batch_size} is below --rollout-batch-size "
+                              f"{self.rollout_batch_size}: raise it, or leave it out")
+        if self.mask_offpolicy_in_partial_rollout and not self.partial_rollout:
+            raise ConfigError("--mask-offpolicy-in-partial-rollout masks what --partial-rollout carries over: give both or neither")
+        if self.mask_offpolicy_in_partial_rollout and self.rollout_ahead:
+            raise ConfigError("--mask-offpolicy-in-partial-rollout with --rollout-ahead would mask every token: drop one of them")
+        if self.max_weight_staleness is not None:
+            if self.max_weight_staleness < self.rollout_ahead:
+                raise ConfigError(f"--max-weight-staleness {self.max_weight_staleness} is below --rollout-ahead {self.rollout_ahead}, "
+                                  "by which every sample is stale: raise it")
+            if self.partial_rollout and self.max_weight_staleness <= self.rollout_ahead:
+                raise ConfigError(f"--max-weight-staleness {self.max_weight_staleness} leaves --partial-rollout nothing to carry over: "
+                                  f"give at least {self.rollout_ahead + 1}, or drop --partial-rollout")
+
+    def _check_sampling_mask(self):
+        if not self.use_rollout_sampling_mask:
+            return
+        if self.rollout_top_p == 1 and self.rollout_top_k == -1:
+            raise ConfigError("--use-rollout-sampling-mask without --rollout-top-p below 1 or --rollout-top-k: nothing is truncated; "
+                              "drop it")
+        if not 1 <= self.rollout_top_k <= SAMPLING_MASK_MAX_TOKENS:
+            raise ConfigError(f"--use-rollout-sampling-mask: SGLang returns a support of at most {SAMPLING_MASK_MAX_TOKENS} tokens; give "
+                              f"--rollout-top-k 1 .. {SAMPLING_MASK_MAX_TOKENS}, the largest of which cuts almost nothing")

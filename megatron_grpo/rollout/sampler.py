@@ -1,132 +1,332 @@
-"""Prompts in, groups of scored samples out."""
+"""Which groups a step trains on: over-sampling, dynamic sampling, first-completed acceptance, partial rollouts.
+
+    begin   groups carried over from the step before go on; new ones are begun until --over-sampling-batch-size are in flight or kept
+    settle  a complete group is filtered, then claims one of the step's slots; a refused or failed one is replaced
+    end     when all slots are taken, what still runs is aborted: it is carried over (--partial-rollout), or its prompt comes again
+
+Several data-parallel leaders run this at once and share nothing but Tickets. Groups are ordered by their prompt's position,
+so that the step is the same whatever order the responses came in.
+"""
 
 import asyncio
+import copy
+import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..batch import Sample, SampleGroup, Status
-from ..rewards.reward import Rewards, abort
+from ..batch import SampleGroup, Status
+from ..hooks import Hooks
+from ..rewards.reward import Rewards
+from ..settings import ConfigError
+from .books import Books, Tally
 from .config import RolloutConfig
-from .engine import Engine, EngineError, GenerationRequest, SamplingParams
-from .prompts import Prompt, PromptOrder, Prompts
+from .engine import Engine, EngineError
+from .gate import Gate
+from .group import Group, GroupRunner, sampling_params, version_number
+from .multi_turn import Conversation
+from .prompts import PromptOrder, Prompts
+from .tickets import LocalTickets, Tickets
 from .trajectory import Trajectory
+
+log = logging.getLogger(__name__)
+
+FALLEN = 3      # a step survives fewer fallen groups than this, or than are in flight
+TRIES = 2       # a prompt whose group fell to infrastructure twice is dropped
 
 
 @dataclass
 class Rollout:
-    """What one step trains on, in the order of group_id and sample_id."""
+    """One leader's share of a step, by group_id and sample_id."""
 
     groups: list[SampleGroup]
+    books: Books
+    seconds: float
+    off_policy_tokens: int = 0      # sampled under weights older than those the step trains
+
+    @property
+    def samples(self) -> list:
+        return [sample for group in self.groups for sample in group.samples]
 
 
 class Sampler:
-    """Generates the groups of a step.
+    """Generates a leader's groups, step by step. All methods run on one event loop.
 
     Args:
         engine: any Engine.
         prompts, order: what is drawn, and in which order.
-        rewards: scores the samples of a finished group.
+        rewards: scores finished samples.
         tokenizer: decodes responses; its eos token ends one.
-        config: batch sizes, lengths and sampling.
+        config: batch sizes, lengths, strategy.
+        hooks: the sampling filter and the rollout function are used.
         return_routes: ask the engine for routed experts (R3).
-        on_group: called with (groups kept, groups wanted) whenever one is kept.
+        tickets: shared with the other leaders; a single leader needs none.
+        on_group: called with (groups kept, groups expected) of this leader whenever one is kept.
+        stall_limit_s: longest wait for other leaders when this one has nothing to do.
     """
 
     def __init__(self, engine: Engine, prompts: Prompts, order: PromptOrder, rewards: Rewards, tokenizer, config: RolloutConfig, *,
-                 return_routes: bool = False, on_group: Callable[[int, int], None] = lambda kept, wanted: None):
-        self.engine, self.prompts, self.order, self.rewards, self.tokenizer = engine, prompts, order, rewards, tokenizer
-        self.config, self.return_routes, self.on_group = config, return_routes, on_group
-        self.position = 0
+                 hooks: Hooks | None = None, return_routes: bool = False, tickets: Tickets | None = None,
+                 on_group: Callable[[int, int], None] = lambda kept, wanted: None, stall_limit_s: float = 7200.0):
+        self.engine, self.prompts, self.order, self.rewards, self.config = engine, prompts, order, rewards, config
+        self.hooks, self.return_routes, self.on_group, self.stall_limit_s = hooks or Hooks(), return_routes, on_group, stall_limit_s
+        self.tickets = tickets or LocalTickets()
+        self.gate = Gate(engine)
+        self.runner = GroupRunner(self.gate, rewards, tokenizer, config, sampling_params(config, tokenizer, order.seed),
+                                  function=self.hooks.rollout, on_tokens=self._count_tokens)
+        self.running: dict[asyncio.Task, Group] = {}
+        self.waiting: list[Group] = []              # carried over in a checkpoint, not running yet
+        self.finished: list[Group] = []             # complete, but the step's slots were taken
+        self.returned: list[tuple[int, int]] = []   # (position, tries) of prompts that come again
+        self.kept: list[Group] = []
+        self.books = Books()
+        self.version = 0
+        self.mask_checked = False
+        leader, leaders = self.tickets.leader, self.tickets.leaders
+        share = lambda total: total * (leader + 1) // leaders - total * leader // leaders
+        self.width, self.share = share(config.groups_in_flight), share(config.rollout_batch_size)
+        self.poll_s = 0.05 + leaders / 2000 if leaders > 1 else None       # how often to look what the others have
 
-    async def rollout(self) -> Rollout:
-        """The next --rollout-batch-size groups."""
-        wanted = self.config.rollout_batch_size
-        groups, failures, running = [], [], set()
-        while len(groups) < wanted:
-            while len(running) + len(groups) < wanted:
-                running.add(asyncio.ensure_future(self._group(self.position)))
-                self.position += 1
-            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                group, aborted = task.result()
-                if len(group.samples) > (self.config.n_samples_per_prompt > 1):
-                    groups.append(group)
-                    self.on_group(len(groups), wanted)
-                failures += aborted
-            if len(failures) >= wanted * self.config.n_samples_per_prompt:
-                await _cancel(running)
-                raise EngineError(f"{len(failures)} samples of this step failed; the last: {failures[-1].metadata['aborted']}")
-        return Rollout(sorted(groups, key=lambda g: g.group_id))
+    # ---- a step -------------------------------------------------------------------------------------------------------------
 
-    async def _group(self, position: int) -> tuple[SampleGroup, list[Sample]]:
-        """The samples of one prompt that finished, and those that failed."""
-        n, prompt = self.config.n_samples_per_prompt, self.prompts[self.order[position]]
-        trajectories = [Trajectory(position * n + i, position, prompt, self.config.rollout_max_response_len) for i in range(n)]
-        params = sampling_params(self.config, self.tokenizer)
-        samples = await asyncio.gather(*(complete(self.engine, t, params, self.tokenizer, self.return_routes) for t in trajectories))
-        await self.rewards([s for s in samples if s.status is not Status.ABORTED])
-        group = SampleGroup(position, [s for s in samples if s.status is not Status.ABORTED])
-        return group, [s for s in samples if s.status is Status.ABORTED]
+    async def rollout(self, version: int = 0) -> Rollout:
+        """The groups of the step that trains weights number `version` (how many updates came before).
 
+        Raises:
+            EngineError: as many groups fell to infrastructure as are in flight, here or on another leader.
+            ConfigError: the filter refuses too many groups.
+        """
+        start = time.monotonic()
+        try:
+            await self._begin(version)
+            await self._fill()
+            await self._end()
+        except BaseException as error:
+            self.tickets.fail(f"{type(error).__name__}: {error}")
+            await self._cancel(list(self.running))
+            raise
+        groups = [group.sample_group() for group in sorted(self.kept, key=lambda g: g.position)]
+        rollout = Rollout(groups, self.books, time.monotonic() - start)
+        self._mark_off_policy(rollout)
+        self.kept = []
+        return rollout
 
-def sampling_params(config: RolloutConfig, tokenizer, greedy: bool = False, max_new_tokens: int | None = None) -> SamplingParams:
-    stops = tuple({*config.rollout_stop_token_ids, tokenizer.eos_token_id} - {None})
-    limit = max_new_tokens or config.rollout_max_response_len
-    if greedy:
-        return SamplingParams(limit, temperature=0.0, stop_token_ids=stops)
-    return SamplingParams(limit, config.rollout_temperature, config.rollout_top_p, config.rollout_top_k, stops)
+    async def _begin(self, version: int) -> None:
+        self.version, self.books, self.kept = version, Books(), []
+        self.spares: list[Group] = []
+        self.begun = self.fallen = 0
+        self.last_failure = ""
+        if self.config.use_rollout_sampling_mask and not self.mask_checked:
+            await self._check_sampling_mask()
+        self.tickets.open_step(self.config.rollout_batch_size)
+        for group in (*self.finished, *self.waiting, *self.running.values()):
+            self.books.carried_in.add(group.size, group.sampled)
+        for group in self.waiting:
+            self._launch(group)
+        self.waiting = []
+        limit = self.config.max_weight_staleness
+        if limit is not None:       # what reaches the limit in this step has to be trained in it, so it gets its slot at once
+            for group in [g for g in (*self.finished, *self.running.values()) if g.age(version) >= limit]:
+                group.claimed = group.age(version) == limit and self.tickets.claim()
+                if not group.claimed:
+                    await self._discard(group, "too stale")
+        finished, self.finished = sorted(self.finished, key=lambda g: (-g.claimed, g.position)), []
+        for group in finished:
+            self._accept(group)
+        self.gate.open()
 
+    async def _check_sampling_mask(self) -> None:
+        """One token, so that an engine that drops the field is refused before it has generated a batch."""
+        probe = Trajectory(0, 0, self.prompts[0], 1, want_sampling_mask=True)
+        await Conversation(probe, Gate(self.engine), self.runner.params, self.runner.tokenizer, tag="probe").generate()
+        self.mask_checked = True
 
-async def complete(engine: Engine, trajectory: Trajectory, params: SamplingParams, tokenizer, return_routes: bool = False,
-                   tag: str = "sample") -> Sample:
-    """One response to the end; a sample whose engine fails is ABORTED."""
-    reason = ""
-    try:
-        generation = await engine.generate(GenerationRequest(
-            f"{tag}-{trajectory.sample_id}", list(trajectory.tokens), params, session=f"{tag}-{trajectory.sample_id}",
-            return_routes=return_routes))
-        trajectory.extend(generation, return_routes)
-        trajectory.turns += 1
-        trajectory.status = {"stop": Status.COMPLETED, "length": Status.TRUNCATED}.get(generation.finish_reason, Status.ABORTED)
-        reason = generation.finish_reason
-    except EngineError as error:
-        reason = str(error)
-    sample = trajectory.sample(tokenizer)
-    if sample.status is Status.ABORTED:
-        abort(sample, reason)
-    return sample
+    async def _fill(self) -> None:
+        idle_since = time.monotonic()
+        while not self._complete():
+            self._start()
+            if self.running:
+                await asyncio.wait(self.running, timeout=self.poll_s, return_when=asyncio.FIRST_COMPLETED)
+                self._settle_done()
+                idle_since = time.monotonic()
+                if self.fallen >= max(self.width, FALLEN):
+                    raise EngineError(f"{self.fallen} groups of this step fell to infrastructure; the last failure: {self.last_failure}")
+            else:
+                await asyncio.sleep(self.poll_s or 0)
+            if message := self.tickets.failure():
+                raise EngineError(message)
+            if time.monotonic() - idle_since > self.stall_limit_s:
+                raise EngineError(f"data-parallel rank {self.tickets.leader} waited {self.stall_limit_s:g} s for the groups of the others")
 
+    def _complete(self) -> bool:
+        return self.tickets.full() and not any(g.claimed for g in self.running.values())
 
-@dataclass
-class Evaluation:
-    """Greedy answers to held-out prompts. accuracy: share whose reward is at least 1. failed: not counted in it."""
+    def _start(self) -> None:
+        while len(self.running) + len(self.kept) < self.width and not self.tickets.full():
+            if self.begun >= self.config.dynamic_sampling_max_batches * self.width:
+                if not self.running:
+                    self._use_spares()
+                return
+            position, tries = self.returned.pop(0) if self.returned else (self.tickets.draw(), 0)
+            n, prompt = self.config.n_samples_per_prompt, self.prompts[self.order[position]]
+            options = (self.config.rollout_max_response_len, self.return_routes, self.config.use_rollout_sampling_mask)
+            group = Group(position, [Trajectory(position * n + i, position, prompt, *options) for i in range(n)], tries)
+            self.begun += 1
+            self.books.generated.add(group.size, 0)
+            self._launch(group)
 
-    accuracy: float
-    reward: float
-    failed: int
-    samples: list[Sample]
+    def _launch(self, group: Group) -> None:
+        self.running[asyncio.ensure_future(self.runner.run(group))] = group
 
+    def _settle_done(self) -> None:
+        for task in [t for t in self.running if t.done()]:
+            group = self.running.pop(task)
+            task.result()
+            self._settle(group)
 
-async def evaluate(engine: Engine, prompts: Prompts, rewards: Rewards, tokenizer, config: RolloutConfig,
-                   max_response_len: int | None = None) -> Evaluation:
-    """Answer every prompt once, greedily."""
-    limit = max_response_len or config.rollout_max_response_len
-    params = sampling_params(config, tokenizer, greedy=True, max_new_tokens=limit)
+    def _settle(self, group: Group) -> None:
+        """Failed samples leave the group; with fewer than two left (of several) it falls. The others pass the filter or not."""
+        failed = {i: s for i, s in group.samples.items() if s.status is Status.ABORTED}
+        if failed:
+            self.last_failure = failed[max(failed)].metadata["aborted"]
+            group.samples = {i: s for i, s in group.samples.items() if i not in failed}
+            self._book(Group(group.position, [], samples=failed), self.books.failed, self.last_failure.partition(":")[0])
+        if group.size < min(2, self.config.n_samples_per_prompt):
+            self._unclaim(group)
+            self._book(group, self.books.failed, "its group fell")
+            self._retry(group)
+            return
+        if self.hooks.sampling_filter is not None:
+            verdict = self.hooks.sampling_filter(group.sample_group().samples)
+            if not verdict.keep:
+                self._unclaim(group)
+                if verdict.keep_when_insufficient:
+                    self.spares.append(group)
+                else:
+                    self._book(group, self.books.filtered, verdict.reason or "filtered")
+                return
+        group.done = True
+        self._accept(group)
 
-    async def answer(index: int, prompt: Prompt) -> Sample:
-        sample = await complete(engine, Trajectory(index, index, prompt, limit), params, tokenizer, tag="eval")
-        if sample.status is not Status.ABORTED:
-            await rewards([sample])
-        return sample
+    def _accept(self, group: Group) -> None:
+        if not group.claimed and not self.tickets.claim():
+            self.finished.append(group)
+            return
+        group.claimed = False
+        self.kept.append(group)
+        self.books.kept.add(group.size, group.sampled)
+        self.on_group(len(self.kept), self.share)
 
-    samples = await asyncio.gather(*(answer(i, prompts[i]) for i in range(len(prompts))))
-    scored = [s.reward for s in samples if s.status is not Status.ABORTED]
-    if not scored:
-        raise EngineError(f"evaluation: all {len(samples)} samples failed; the last: {samples[-1].metadata['aborted']}")
-    return Evaluation(sum(r >= 1 for r in scored) / len(scored), sum(scored) / len(scored), len(samples) - len(scored), samples)
+    def _book(self, group: Group, account: Tally, reason: str) -> None:
+        account.add(group.size, group.sampled)
+        self.books.reasons[reason] += group.size
 
+    def _unclaim(self, group: Group) -> None:
+        if group.claimed:
+            self.tickets.release()
+            group.claimed = False
 
-async def _cancel(tasks) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    def _retry(self, group: Group) -> None:
+        self.fallen += 1
+        if group.tries + 1 < TRIES:
+            self._return(group.position, group.tries + 1)
+        else:
+            log.warning("prompt %d is dropped: its group failed %d times; the last failure: %s", self.order[group.position], TRIES,
+                        self.last_failure)
+
+    def _return(self, position: int, tries: int) -> None:
+        self.returned = sorted([*self.returned, (position, tries)])
+
+    def _use_spares(self) -> None:
+        """Groups that the filter would rather refuse, when it refused too many others."""
+        while self.spares and not self.tickets.full():
+            self._accept(self.spares.pop(0))
+        if len(self.kept) < self.share and not self.tickets.full():
+            refused = ", ".join(f"{reason}: {count}" for reason, count in self.books.reasons.most_common(3))
+            raise ConfigError(f"kept {len(self.kept)} of {self.share} groups after beginning {self.begun} (samples lost: {refused}); the "
+                              "prompts are too easy or too hard for --dynamic-sampling-filter-path: change them, raise "
+                              "--n-samples-per-prompt or --dynamic-sampling-max-batches, or drop the filter")
+
+    async def _end(self) -> None:
+        await self.gate.close()
+        self._settle_done()
+        for group in self.spares:
+            self._book(group, self.books.filtered, "spare")
+        if not self.config.partial_rollout:
+            for group in (*self.finished, *self.running.values()):
+                await self._discard(group, "enough groups were complete")
+        for group in (*self.finished, *self.running.values()):
+            self.books.carried_out.add(group.size, group.sampled)
+        self.books.check()
+
+    async def _discard(self, group: Group, reason: str) -> None:
+        """Give the group up; its prompt comes again."""
+        await self._cancel([task for task, running in self.running.items() if running is group])
+        self.finished = [g for g in self.finished if g is not group]
+        self._return(group.position, group.tries)
+        self._book(group, self.books.discarded, reason)
+
+    async def _cancel(self, tasks: list[asyncio.Task]) -> None:
+        for task in tasks:
+            task.cancel()
+            self.running.pop(task)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _count_tokens(self, count: int) -> None:
+        self.books.generated.tokens += count
+
+    def _mark_off_policy(self, rollout: Rollout) -> None:
+        """Count tokens older than the step's weights, and mask them with --mask-offpolicy-in-partial-rollout."""
+        if not self.config.partial_rollout and not self.config.rollout_ahead:
+            return
+        for sample in rollout.samples:
+            for version, start, end in sample.weight_versions:
+                if version_number(version) < self.version:
+                    rollout.off_policy_tokens += end - start
+                    if self.config.mask_offpolicy_in_partial_rollout:
+                        sample.loss_mask[start:end] = False
+                        sample.rollout_logp[start:end] = 0.0
+
+    # ---- pauses and checkpoints ------------------------------------------------------------------------------------------------
+
+    async def pause(self) -> bool:
+        """Abort what the engine is generating and hold it back, e.g. for a weight update. Returns whether it was running."""
+        was_open = self.gate.is_open
+        await self.gate.close()
+        return was_open
+
+    def resume(self) -> None:
+        self.gate.open()
+
+    def state_dict(self) -> dict:
+        """What a resumed run needs to go on as if it had never stopped. Ask for it between steps, or in a pause.
+
+        A rollout function cannot be resumed in its middle: its unfinished groups begin again.
+        """
+        groups = [*self.kept, *self.finished, *self.waiting, *self.running.values()]
+        again = [] if self.hooks.rollout is None else [(g.position, g.tries) for g in groups if not g.done]
+        groups = copy.deepcopy([g for g in groups if g.done or self.hooks.rollout is None])
+        for group in groups:
+            group.claimed = False
+        return {"position": self.tickets.drawn(), "prompts": self.order.size, "seed": self.order.seed, "groups": groups,
+                "returned": sorted([*self.returned, *again])}
+
+    def load_state_dict(self, states: list[dict]) -> None:
+        """Continue from the states of all leaders of a run, which may have had another number of leaders.
+
+        Raises:
+            ConfigError: the prompts are not those of that run.
+        """
+        for name in ("prompts", "seed"):
+            saved, now = states[0][name], {"prompts": self.order.size, "seed": self.order.seed}[name]
+            if saved != now:
+                raise ConfigError(f"the checkpoint's rollouts drew from {name} {saved}, this run has {now}: give the same --prompt-data "
+                                  "(or --prompt-task, --prompt-task-size) and --rollout-seed")
+        own = slice(self.tickets.leader, None, self.tickets.leaders)
+        groups = sorted((g for s in states for g in s["groups"]), key=lambda g: g.position)[own]
+        self.finished, self.waiting = [g for g in groups if g.done], [g for g in groups if not g.done]
+        self.returned = sorted(r for s in states for r in s["returned"])[own]
+        self.tickets.start_at(max(s["position"] for s in states))
+
+    async def close(self) -> None:
+        await self._cancel(list(self.running))

@@ -5,6 +5,8 @@ token has not been an input yet. When S tokens are held, rows 0 .. S-2 are held,
 first row is that of the boundary token: sampled (or appended) before the request, first read by it.
 """
 
+from array import array
+
 import numpy as np
 
 from ..batch import Sample, Status
@@ -19,15 +21,17 @@ class Trajectory:
         sample_id, group_id: as in Sample.
         prompt: what it answers.
         max_response: longest response in tokens, environment tokens included.
+        want_routes, want_sampling_mask: each answer of the engine must bring them.
     """
 
-    def __init__(self, sample_id: int, group_id: int, prompt: Prompt, max_response: int):
+    def __init__(self, sample_id: int, group_id: int, prompt: Prompt, max_response: int, want_routes: bool = False,
+                 want_sampling_mask: bool = False):
         self.sample_id, self.group_id, self.prompt, self.max_response = sample_id, group_id, prompt, max_response
-        self.tokens: list[int] = list(prompt.tokens)
-        self.mask: list[bool] = []
-        self.logp: list[float] = []
-        self.routes: list[np.ndarray] = []
-        self.sampling_mask: list[np.ndarray] | None = None
+        self.tokens = array("q", prompt.tokens)
+        self.mask = array("b")
+        self.logp = array("f")
+        self.routes: list[np.ndarray] | None = [] if want_routes else None
+        self.sampling_mask: list[np.ndarray] | None = [] if want_sampling_mask else None
         self.versions: list[tuple[str, int, int]] = []
         self.turns = 0
         self.status: Status | None = None       # None while it grows
@@ -38,51 +42,74 @@ class Trajectory:
 
     @property
     def route_rows(self) -> int:
-        return sum(len(rows) for rows in self.routes)
+        """Route rows held, and so the position of the first row that the next request has to bring."""
+        return sum(len(rows) for rows in self.routes or ())
 
-    def extend(self, generation: Generation, routes_wanted: bool = False) -> None:
-        """Add the tokens that the engine sampled after everything held so far."""
+    @property
+    def sampled(self) -> int:
+        """Tokens that the policy sampled."""
+        return sum(self.mask)
+
+    def extend(self, generation: Generation) -> None:
+        """Add the tokens that the engine sampled after everything held so far.
+
+        Raises:
+            EngineError: too many tokens, or routes or sampling masks that are missing or do not fit.
+        """
         ids = generation.output_ids
         if not ids:
             return
         if len(ids) > self.remaining:
             raise EngineError(f"{generation.server}: request {generation.request_id} asked for at most {self.remaining} tokens "
                               f"and got {len(ids)}")
-        offset, expected = len(self.mask), len(self.tokens) + len(ids) - 1 - self.route_rows
-        self.tokens += ids
-        self.mask += [True] * len(ids)
-        self.logp += np.asarray(generation.logp, dtype=np.float32).tolist()
+        rows = None if self.routes is None else self._new_rows(generation)
+        support = None if self.sampling_mask is None else self._new_support(generation)
+        offset = len(self.mask)
+        self.tokens.extend(ids)
+        self.mask.extend([1] * len(ids))
+        self.logp.extend(np.asarray(generation.logp, np.float32).tolist())
         self._add_versions((v, offset + a, offset + b) for v, a, b in generation.weight_versions)
-        if routes_wanted:
-            if generation.routes is None or len(generation.routes) not in (expected, expected + 1):
-                found = "no routes" if generation.routes is None else f"{len(generation.routes)} route rows"
-                raise EngineError(f"{generation.server}: request {generation.request_id} returned {found}, expected {expected} rows")
-            self.routes.append(generation.routes[:expected])
-        if generation.sampling_mask is not None:
-            if self.sampling_mask is None:
-                self.sampling_mask = [np.array([t], np.int32) for t in self.tokens[len(self.prompt.tokens):-len(ids)]]
-            self.sampling_mask += generation.sampling_mask
+        if rows is not None:
+            self.routes.append(rows)
+        if support is not None:
+            self.sampling_mask += support
 
     def append(self, tokens: list[int]) -> None:
         """Add environment tokens: no log-prob, mask 0, routes with the next request."""
-        self.tokens += tokens
-        self.mask += [False] * len(tokens)
-        self.logp += [0.0] * len(tokens)
+        self.tokens.extend(tokens)
+        self.mask.extend([0] * len(tokens))
+        self.logp.extend([0.0] * len(tokens))
         if self.sampling_mask is not None:
             self.sampling_mask += [np.array([t], np.int32) for t in tokens]
 
     def sample(self, tokenizer) -> Sample:
         """The finished sample. Environment tokens at the end have no route rows yet: they are cut off with them."""
-        prompt = self.prompt
-        length = len(self.mask) - next((i for i, chosen in enumerate(reversed(self.mask)) if chosen), len(self.mask))
-        tokens = self.tokens[:len(prompt.tokens) + length]
+        prompt, mask = self.prompt, np.array(self.mask, bool)
+        length = int(mask.nonzero()[0][-1]) + 1 if mask.any() else 0
+        tokens = np.array(self.tokens[:len(prompt.tokens) + length], np.int64)
         return Sample(
-            sample_id=self.sample_id, group_id=self.group_id, tokens=np.array(tokens, np.int64), prompt_length=len(prompt.tokens),
-            loss_mask=np.array(self.mask[:length], bool), rollout_logp=np.array(self.logp[:length], np.float32),
-            status=self.status or Status.ABORTED, routes=np.concatenate(self.routes) if self.routes else None,
+            sample_id=self.sample_id, group_id=self.group_id, tokens=tokens, prompt_length=len(prompt.tokens), loss_mask=mask[:length],
+            rollout_logp=np.array(self.logp[:length], np.float32), status=self.status or Status.ABORTED,
+            routes=np.concatenate(self.routes) if self.routes else None,
             sampling_mask=None if self.sampling_mask is None else self.sampling_mask[:length],
             weight_versions=list(self.versions), prompt=prompt.text, label=prompt.label, metadata=dict(prompt.metadata), turns=self.turns,
-            response=tokenizer.decode(tokens[len(prompt.tokens):], skip_special_tokens=True))
+            response=tokenizer.decode(tokens[len(prompt.tokens):].tolist(), skip_special_tokens=True))
+
+    def _new_rows(self, generation: Generation) -> np.ndarray:
+        wanted = len(self.tokens) + len(generation.output_ids) - 1 - self.route_rows
+        if generation.routes is None or len(generation.routes) not in (wanted, wanted + 1):     # some engines add the last token's row
+            found = "no routes" if generation.routes is None else f"{len(generation.routes)} route rows"
+            raise EngineError(f"{generation.server}: request {generation.request_id} returned {found}, expected {wanted} rows from "
+                              f"position {self.route_rows} on")
+        return generation.routes[:wanted]
+
+    def _new_support(self, generation: Generation) -> list[np.ndarray]:
+        support = generation.sampling_mask
+        if support is None or len(support) != len(generation.output_ids):
+            found = "no sampling mask" if support is None else f"sampling masks of {len(support)} tokens"
+            raise EngineError(f"{generation.server}: request {generation.request_id} returned {found} for {len(generation.output_ids)} "
+                              "tokens; --use-rollout-sampling-mask needs SGLang 0.5.16 or newer, and no router that drops the field")
+        return list(support)
 
     def _add_versions(self, spans) -> None:
         for version, start, end in spans:
