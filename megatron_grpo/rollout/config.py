@@ -1,5 +1,7 @@
-"""Settings of prompts and sampling."""
+"""Settings of prompts, sampling and the inference engine."""
 
+import os
+import shlex
 from dataclasses import dataclass
 
 from ..settings import ConfigError, flag, setting
@@ -105,3 +107,57 @@ class RolloutConfig:
         if not 1 <= self.rollout_top_k <= SAMPLING_MASK_MAX_TOKENS:
             raise ConfigError(f"--use-rollout-sampling-mask: SGLang returns a support of at most {SAMPLING_MASK_MAX_TOKENS} tokens; give "
                               f"--rollout-top-k 1 .. {SAMPLING_MASK_MAX_TOKENS}, the largest of which cuts almost nothing")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    rollout_engine: str = setting("sglang", "inference engine of the rollouts", choices=("sglang",))
+    sglang_urls: tuple[str, ...] = setting((), "running SGLang servers, or one SGLang router, e.g. http://node1:30000", nargs="+")
+    sglang_launch: str = setting("none", "local: start one SGLang server on this machine, and stop it with the run", choices=("none", "local"))
+    sglang_port: int = setting(0, "port of the local server; 0 takes a free one")
+    sglang_dtype: str = setting("auto", "dtype of the local server's weights", choices=("auto", "float32", "bfloat16", "float16"))
+    sglang_server_args: str = setting("", 'further arguments of the local server, e.g. "--tp-size 2 --mem-fraction-static 0.6"')
+    sglang_start_timeout: float = setting(600.0, "longest start of the local server, and longest wait for the servers to answer at first",
+                                          unit="seconds")
+    sglang_api_key_env: str | None = setting(None, "environment variable that holds the servers' API key")
+    sglang_server_concurrency: int = setting(512, "requests in flight at one server; further ones wait in the client", unit="requests")
+    sglang_request_timeout: float = setting(3600.0, "longest time of one request at one server, its queue included", unit="seconds")
+    sglang_stall_timeout: float = setting(900.0, "longest silence of a server on a request", unit="seconds")
+    sglang_stream_interval: int = setting(
+        256, "how often a running response is sent: what has arrived is not lost with a dead server; 0 sends it at its end only",
+        unit="tokens")
+    sglang_retries: int = setting(4, "further attempts at a request that failed or whose answer was refused", unit="attempts")
+    sglang_down_timeout: float = setting(600.0, "give up when no server has been healthy for so long", unit="seconds")
+    rollout_health_check_interval: float = setting(15.0, "time between two health checks of a server", unit="seconds")
+    rollout_health_check_timeout: float = setting(30.0, "longest health check; a slower server is left out until it answers again",
+                                                  unit="seconds")
+
+    def __post_init__(self):
+        if self.sglang_urls and self.sglang_launch == "local":
+            raise ConfigError("--sglang-urls and --sglang-launch local both name an engine: give one")
+        for url in self.sglang_urls:
+            if not url.startswith(("http://", "https://")):
+                raise ConfigError(f"--sglang-urls {url}: give http://host:port")
+        if len(set(self.server_urls)) < len(self.sglang_urls):
+            raise ConfigError(f"--sglang-urls names a server twice: {' '.join(self.sglang_urls)}")
+        for name in ("sglang_server_concurrency", "sglang_request_timeout", "sglang_stall_timeout", "sglang_start_timeout",
+                     "sglang_down_timeout", "rollout_health_check_interval", "rollout_health_check_timeout"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{flag(name)} {getattr(self, name)}: give a number above 0")
+        for name in ("sglang_stream_interval", "sglang_retries", "sglang_port"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{flag(name)} {getattr(self, name)}: give 0 or more")
+        try:
+            shlex.split(self.sglang_server_args)
+        except ValueError as error:
+            raise ConfigError(f"--sglang-server-args {self.sglang_server_args}: {error}; close the quotation mark") from None
+        if self.sglang_api_key_env is not None and not os.environ.get(self.sglang_api_key_env):
+            raise ConfigError(f"--sglang-api-key-env {self.sglang_api_key_env}: the variable is not set; export it, or drop the flag")
+
+    @property
+    def server_urls(self) -> tuple[str, ...]:
+        return tuple(url.rstrip("/") for url in self.sglang_urls)
+
+    @property
+    def api_key(self) -> str | None:
+        return os.environ[self.sglang_api_key_env] if self.sglang_api_key_env else None

@@ -11,6 +11,7 @@ import argparse
 import atexit
 import logging
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -24,6 +25,7 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
+from .config import EngineConfig
 from .engine import EngineError
 
 logger = logging.getLogger(__name__)
@@ -66,6 +68,15 @@ class LocalServer:
         self._owner = os.getpid()
         self._directory: str | None = None
         self._free_port = port == 0
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, model_path: str | os.PathLike, *, routes: bool,
+                    log_directory: str | os.PathLike | None = None) -> "LocalServer":
+        """The server of --sglang-launch local: on the GPUs where there are any, else on the CPU; its log is `sglang.log`."""
+        import torch
+        return cls(model_path, port=config.sglang_port, dtype=config.sglang_dtype, routes=routes,
+                   device="cuda" if torch.cuda.is_available() else "cpu", extra_args=shlex.split(config.sglang_server_args),
+                   start_timeout=config.sglang_start_timeout, log=log_directory and Path(log_directory) / "sglang.log")
 
     @property
     def url(self) -> str:
