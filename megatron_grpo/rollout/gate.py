@@ -16,14 +16,21 @@ ABORT_AGAIN_S = 2.0         # a request may reach its server after the abort did
 
 
 class Gate:
-    """Args: engine; drain_limit_s: longest wait for aborted requests to end."""
+    """Open while nobody keeps it closed.
 
-    def __init__(self, engine: Engine, drain_limit_s: float = 600.0):
+    Args:
+        closed_by: who keeps it closed at first.
+        drain_limit_s: longest wait for aborted requests to end.
+    """
+
+    def __init__(self, engine: Engine, *closed_by: str, drain_limit_s: float = 600.0):
         self.engine, self.drain_limit_s = engine, drain_limit_s
         self._opened, self._empty = asyncio.Event(), asyncio.Event()
         self._inside: set[str] = set()
-        self._opened.set()
+        self._closed_by = set(closed_by)
         self._empty.set()
+        if not closed_by:
+            self._opened.set()
 
     @property
     def is_open(self) -> bool:
@@ -43,11 +50,14 @@ class Gate:
             if not self._inside:
                 self._empty.set()
 
-    def open(self) -> None:
-        self._opened.set()
+    def open(self, by: str) -> None:
+        self._closed_by.discard(by)
+        if not self._closed_by:
+            self._opened.set()
 
-    async def close(self) -> None:
+    async def close(self, by: str) -> None:
         """Raises EngineError when aborted requests do not end."""
+        self._closed_by.add(by)
         self._opened.clear()
         deadline = asyncio.get_running_loop().time() + self.drain_limit_s
         while self._inside:

@@ -46,7 +46,7 @@ class Group:
         return sum(t.sampled for t in self.growing) + sum(int(s.loss_mask.sum()) for s in self.samples.values())
 
     def age(self, version: int) -> int:
-        """Weight updates between the oldest token and `version`; 0 before the first token."""
+        """How far the weights of the oldest token are behind `version`; 0 before the first token."""
         spans = [span for t in self.growing for span in t.versions] + [span for s in self.samples.values() for span in s.weight_versions]
         return max((version - version_number(v) for v, _, _ in spans), default=0)
 
@@ -55,7 +55,7 @@ class Group:
 
 
 def version_number(version: str) -> int:
-    """The number of weight updates before `version`. Raises EngineError if it is not a number."""
+    """Raises EngineError if the engine's weight version is not a number."""
     try:
         return int(version)
     except ValueError:

@@ -70,7 +70,6 @@ class Conversation:
         end = min(before + self.remaining, before + (self.remaining if max_new_tokens is None else max_new_tokens))
         stops = tuple(dict.fromkeys((*self.params.stop_token_ids, *stop_token_ids)))
         self.left_engine = float("inf")
-        self.trajectory.turns += 1
         generation, pause, aborts = None, 0.05, 0
         while len(self.trajectory.tokens) < end:
             await self.gate.wait()
@@ -86,6 +85,7 @@ class Conversation:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, 1.0)
         self.left_engine = asyncio.get_running_loop().time()
+        self.trajectory.turns += 1
         return self._turn(before, generation)
 
     def append(self, tokens: list[int]) -> None:

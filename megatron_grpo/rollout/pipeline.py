@@ -1,4 +1,4 @@
-"""Rollouts for a trainer that knows no asyncio: an event loop in a thread, and steps generated ahead of the trainer.
+"""Rollouts for a trainer that knows no asyncio, and steps generated ahead of it.
 
 With --rollout-ahead N, asking for the rollout of step k starts that of step k + N: while the trainer works on step k, the next N are
 generated, with weights up to N updates old. With 0, a step is generated when it is asked for.
@@ -6,7 +6,6 @@ generated, with weights up to N updates old. With 0, a step is generated when it
 
 import asyncio
 import contextlib
-import threading
 from collections import deque
 from collections.abc import Coroutine
 from concurrent.futures import Future
@@ -15,46 +14,23 @@ from .group import Group
 from .sampler import Rollout, Sampler
 
 
-class LoopThread:
-    """The event loop on which engine, sampler and rewards live, for the whole run."""
-
-    def __init__(self):
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name="rollout", daemon=True)
-        self._thread.start()
-
-    def submit(self, coroutine: Coroutine) -> Future:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-
-    def run(self, coroutine: Coroutine, timeout_s: float | None = None):
-        """The coroutine's result. Raises TimeoutError, after cancelling it."""
-        return wait_for(self.submit(coroutine), timeout_s)
-
-    def stop(self) -> None:
-        """Cancel what still runs and end the thread."""
-        if self._thread.is_alive():
-            with contextlib.suppress(TimeoutError):
-                self.run(_cancel_all(), timeout_s=10)
-            self.loop.call_soon_threadsafe(self.loop.stop)
-            self._thread.join(timeout=10)
-
-
 class Rollouts:
     """The steps' rollouts in order.
 
     Args:
-        thread: where the sampler's engine and rewards live.
+        loop: the running event loop, in another thread, on which the sampler's engine and rewards live.
         sampler: asked for one step after another.
         timeout_s: longest wait for one rollout.
     """
 
-    def __init__(self, thread: LoopThread, sampler: Sampler, timeout_s: float | None = None):
-        self.thread, self.sampler, self.timeout_s = thread, sampler, timeout_s
+    def __init__(self, loop: asyncio.AbstractEventLoop, sampler: Sampler, timeout_s: float | None = None):
+        self.loop, self.sampler, self.timeout_s = loop, sampler, timeout_s
         self._pending: deque[tuple[int, Future]] = deque()
+        self._ready: dict[int, Rollout] = {}        # generated and not taken yet
         self._one_at_a_time = asyncio.Lock()        # first come, first served
 
     def next(self, version: int) -> Rollout:
-        """The rollout that the trainer uses at weights number `version`; called with 1 more each time.
+        """The rollout that the trainer uses at weights number `version`; called with sampler.version_step more each time.
 
         Raises:
             EngineError, ConfigError: from the sampler. TimeoutError.
@@ -63,26 +39,25 @@ class Rollouts:
         if version != first:
             raise ValueError(f"the rollout of weights version {first} comes next, not that of {version}")
         while len(self._pending) <= self.sampler.config.rollout_ahead:
-            target = version + len(self._pending)
-            self._pending.append((target, self.thread.submit(self._generate(target))))
-        rollout = wait_for(self._pending[0][1], self.timeout_s)
+            target = version + len(self._pending) * self.sampler.version_step
+            self._pending.append((target, self._submit(self._generate(target))))
+        self._wait(self._pending[0][1])
         self._pending.popleft()
-        return rollout
+        return self._ready.pop(version)
 
     @contextlib.contextmanager
     def paused(self):
         """No request is at the engine inside this block; what was cut goes on after it. For weight updates."""
-        was_open = self.thread.run(self.sampler.pause(), self.timeout_s)
+        self._wait(self._submit(self.sampler.pause()))
         try:
             yield
         finally:
-            if was_open:
-                self.thread.loop.call_soon_threadsafe(self.sampler.resume)
+            self.loop.call_soon_threadsafe(self.sampler.resume)
 
     def state_dict(self) -> dict:
         """The sampler's state; rollouts that the trainer has not taken yet are in it as complete groups."""
         with self.paused():
-            return self.thread.run(self._state())
+            return self._wait(self._submit(self._state()))
 
     def load_state_dict(self, states: list[dict]) -> None:
         """From the states of all leaders, before the first `next`."""
@@ -93,30 +68,24 @@ class Rollouts:
         for _, future in self._pending:
             future.cancel()
         self._pending.clear()
-        self.thread.run(self.sampler.close(), timeout_s=30)
+        self._wait(self._submit(self.sampler.close()))
 
-    async def _generate(self, version: int) -> Rollout:
+    async def _generate(self, version: int) -> None:
         async with self._one_at_a_time:
-            return await self.sampler.rollout(version)
+            self._ready[version] = await self.sampler.rollout(version)
 
     async def _state(self) -> dict:
         state = self.sampler.state_dict()
-        ready = [future.result() for _, future in self._pending if future.done()]
         state["groups"] = [Group(g.group_id, [], samples={s.sample_id: s for s in g.samples}, done=True)
-                           for rollout in ready for g in rollout.groups] + state["groups"]
+                           for rollout in self._ready.values() for g in rollout.groups] + state["groups"]
         return state
 
+    def _submit(self, coroutine: Coroutine) -> Future:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
-def wait_for(future: Future, timeout_s: float | None):
-    try:
-        return future.result(timeout_s)
-    except BaseException:       # a time-out, or an interrupt of the waiting thread
-        future.cancel()
-        raise
-
-
-async def _cancel_all() -> None:
-    tasks = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    def _wait(self, future: Future):
+        try:
+            return future.result(self.timeout_s)
+        except BaseException:       # a time-out, or an interrupt of the waiting thread
+            future.cancel()
+            raise

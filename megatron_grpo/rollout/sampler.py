@@ -11,7 +11,6 @@ so that the step is the same whatever order the responses came in.
 import asyncio
 import copy
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -32,6 +31,7 @@ from .trajectory import Trajectory
 log = logging.getLogger(__name__)
 
 FALLEN = 3      # a step survives fewer fallen groups than this, or than are in flight
+STEP, PAUSE = "between steps", "paused"         # who closes the gate
 TRIES = 2       # a prompt whose group fell to infrastructure twice is dropped
 
 
@@ -62,16 +62,18 @@ class Sampler:
         return_routes: ask the engine for routed experts (R3).
         tickets: shared with the other leaders; a single leader needs none.
         on_group: called with (groups kept, groups expected) of this leader whenever one is kept.
+        version_step: by how much the weights' version number grows from one step to the next.
         stall_limit_s: longest wait for other leaders when this one has nothing to do.
     """
 
     def __init__(self, engine: Engine, prompts: Prompts, order: PromptOrder, rewards: Rewards, tokenizer, config: RolloutConfig, *,
                  hooks: Hooks | None = None, return_routes: bool = False, tickets: Tickets | None = None,
-                 on_group: Callable[[int, int], None] = lambda kept, wanted: None, stall_limit_s: float = 7200.0):
+                 on_group: Callable[[int, int], None] = lambda kept, wanted: None, version_step: int = 1, stall_limit_s: float = 7200.0):
         self.engine, self.prompts, self.order, self.rewards, self.config = engine, prompts, order, rewards, config
-        self.hooks, self.return_routes, self.on_group, self.stall_limit_s = hooks or Hooks(), return_routes, on_group, stall_limit_s
+        self.hooks, self.return_routes, self.on_group = hooks or Hooks(), return_routes, on_group
+        self.version_step, self.stall_limit_s = version_step, stall_limit_s
         self.tickets = tickets or LocalTickets()
-        self.gate = Gate(engine)
+        self.gate = Gate(engine, STEP)
         self.runner = GroupRunner(self.gate, rewards, tokenizer, config, sampling_params(config, tokenizer, order.seed),
                                   function=self.hooks.rollout, on_tokens=self._count_tokens)
         self.running: dict[asyncio.Task, Group] = {}
@@ -90,13 +92,14 @@ class Sampler:
     # ---- a step -------------------------------------------------------------------------------------------------------------
 
     async def rollout(self, version: int = 0) -> Rollout:
-        """The groups of the step that trains weights number `version` (how many updates came before).
+        """The groups of the step that trains weights number `version`.
 
         Raises:
             EngineError: as many groups fell to infrastructure as are in flight, here or on another leader.
             ConfigError: the filter refuses too many groups.
         """
-        start = time.monotonic()
+        now = asyncio.get_running_loop().time
+        start = now()
         try:
             await self._begin(version)
             await self._fill()
@@ -106,7 +109,7 @@ class Sampler:
             await self._cancel(list(self.running))
             raise
         groups = [group.sample_group() for group in sorted(self.kept, key=lambda g: g.position)]
-        rollout = Rollout(groups, self.books, time.monotonic() - start)
+        rollout = Rollout(groups, self.books, now() - start)
         self._mark_off_policy(rollout)
         self.kept = []
         return rollout
@@ -126,14 +129,15 @@ class Sampler:
         self.waiting = []
         limit = self.config.max_weight_staleness
         if limit is not None:       # what reaches the limit in this step has to be trained in it, so it gets its slot at once
-            for group in [g for g in (*self.finished, *self.running.values()) if g.age(version) >= limit]:
-                group.claimed = group.age(version) == limit and self.tickets.claim()
+            age = lambda g: -(-g.age(version) // self.version_step)
+            for group in [g for g in (*self.finished, *self.running.values()) if age(g) >= limit]:
+                group.claimed = age(group) == limit and self.tickets.claim()
                 if not group.claimed:
                     await self._discard(group, "too stale")
         finished, self.finished = sorted(self.finished, key=lambda g: (-g.claimed, g.position)), []
         for group in finished:
             self._accept(group)
-        self.gate.open()
+        self.gate.open(STEP)
 
     async def _check_sampling_mask(self) -> None:
         """One token, so that an engine that drops the field is refused before it has generated a batch."""
@@ -142,20 +146,21 @@ class Sampler:
         self.mask_checked = True
 
     async def _fill(self) -> None:
-        idle_since = time.monotonic()
+        now = asyncio.get_running_loop().time
+        idle_since = now()
         while not self._complete():
             self._start()
             if self.running:
                 await asyncio.wait(self.running, timeout=self.poll_s, return_when=asyncio.FIRST_COMPLETED)
                 self._settle_done()
-                idle_since = time.monotonic()
+                idle_since = now()
                 if self.fallen >= max(self.width, FALLEN):
                     raise EngineError(f"{self.fallen} groups of this step fell to infrastructure; the last failure: {self.last_failure}")
             else:
                 await asyncio.sleep(self.poll_s or 0)
             if message := self.tickets.failure():
                 raise EngineError(message)
-            if time.monotonic() - idle_since > self.stall_limit_s:
+            if now() - idle_since > self.stall_limit_s:
                 raise EngineError(f"data-parallel rank {self.tickets.leader} waited {self.stall_limit_s:g} s for the groups of the others")
 
     def _complete(self) -> bool:
@@ -248,7 +253,7 @@ class Sampler:
                               "--n-samples-per-prompt or --dynamic-sampling-max-batches, or drop the filter")
 
     async def _end(self) -> None:
-        await self.gate.close()
+        await self.gate.close(STEP)
         self._settle_done()
         for group in self.spares:
             self._book(group, self.books.filtered, "spare")
@@ -261,10 +266,10 @@ class Sampler:
 
     async def _discard(self, group: Group, reason: str) -> None:
         """Give the group up; its prompt comes again."""
-        await self._cancel([task for task, running in self.running.items() if running is group])
-        self.finished = [g for g in self.finished if g is not group]
         self._return(group.position, group.tries)
         self._book(group, self.books.discarded, reason)
+        self.finished = [g for g in self.finished if g is not group]
+        await self._cancel([task for task, running in self.running.items() if running is group])
 
     async def _cancel(self, tasks: list[asyncio.Task]) -> None:
         for task in tasks:
@@ -289,14 +294,12 @@ class Sampler:
 
     # ---- pauses and checkpoints ------------------------------------------------------------------------------------------------
 
-    async def pause(self) -> bool:
-        """Abort what the engine is generating and hold it back, e.g. for a weight update. Returns whether it was running."""
-        was_open = self.gate.is_open
-        await self.gate.close()
-        return was_open
+    async def pause(self) -> None:
+        """Abort what the engine is generating and let nothing pass to it until `resume`, e.g. for a weight update."""
+        await self.gate.close(PAUSE)
 
     def resume(self) -> None:
-        self.gate.open()
+        self.gate.open(PAUSE)
 
     def state_dict(self) -> dict:
         """What a resumed run needs to go on as if it had never stopped. Ask for it between steps, or in a pause.
