@@ -1,10 +1,13 @@
 """Megatron's distributed set-up, the model and its optimizer, as Megatron's own training script makes them."""
 
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
+from ..weights import LiveModel, ModelGroups, has_weights, load_hf_checkpoint, save_hf_checkpoint
+from ..weights.hf_config import read_hf_config
 from . import platform_cpu
 
 
@@ -12,14 +15,47 @@ from . import platform_cpu
 class Trained:
     """The model chunks of this rank with their optimizer and schedule."""
 
+    args: object
     model: list
     optimizer: object
     scheduler: object
     config: object          # Megatron's TransformerConfig
+    hf_config: dict = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
         return next(self.model[0].parameters()).device
+
+    @property
+    def live(self) -> LiveModel:
+        """The weights by their Hugging Face names."""
+        from megatron.core import mpu
+        return LiveModel.from_config(self.model, self.hf_config, ModelGroups.from_mpu(mpu))
+
+    @contextmanager
+    def whole_parameters(self):
+        """Inside, every rank's parameters are the newest: --overlap-param-gather leaves them stale until the next forward."""
+        from megatron.training.training import disable_forward_pre_hook, enable_forward_pre_hook, should_disable_forward_pre_hook
+
+        if not should_disable_forward_pre_hook(self.args):
+            yield
+            return
+        disable_forward_pre_hook(self.model, self.optimizer)
+        try:
+            yield
+        finally:
+            enable_forward_pre_hook(self.model)
+
+    def load_hf(self, path: str) -> None:
+        """Load Hugging Face weights into the model and the optimizer's copies of them."""
+        load_hf_checkpoint(self.live, path)
+        self.optimizer.reload_model_params()
+
+    def save_hf(self, path: str) -> None:
+        """Write a Hugging Face directory with config and tokenizer."""
+        weights = self.args.grpo.weights
+        with self.whole_parameters():
+            save_hf_checkpoint(self.live, path, self.hf_config, weights.weight_sync_bucket_size, tokenizer_from=weights.hf_checkpoint)
 
 
 def initialize(args) -> None:
@@ -32,10 +68,11 @@ def initialize(args) -> None:
 
 
 def build(args, model_provider) -> Trained:
-    """Model, optimizer and schedule; loads --load (or the Hugging Face weights) and sets `args.iteration`."""
+    """Model, optimizer and schedule, with the weights of --load or else of --hf-checkpoint; sets `args.iteration`."""
     from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
     from megatron.core.enums import ModelType
     from megatron.core.utils import get_model_config
+    from megatron.training.checkpointing import checkpoint_exists
     from megatron.training.training import setup_model_and_optimizer
 
     model, optimizer, scheduler = setup_model_and_optimizer(ModelType.encoder_or_decoder, model_provider_func=model_provider)
@@ -49,7 +86,12 @@ def build(args, model_provider) -> Trained:
             config.grad_sync_func = model[0].start_grad_sync if one else [chunk.start_grad_sync for chunk in model]
     if args.overlap_param_gather and args.align_param_gather:
         config.param_sync_func = model[0].start_param_sync if one else [chunk.start_param_sync for chunk in model]
-    return Trained(model, optimizer, scheduler, config)
+    hf = args.grpo.weights.hf_checkpoint
+    trained = Trained(args, model, optimizer, scheduler, config, read_hf_config(hf))
+    loaded = any(path and checkpoint_exists(path) for path in (args.load, args.pretrained_checkpoint))
+    if not loaded and has_weights(hf):
+        trained.load_hf(hf)
+    return trained
 
 
 def is_last_stage() -> bool:

@@ -1,13 +1,19 @@
-"""From the leaders' samples to every rank's micro-batches: exchange cards, plan, move samples, broadcast, place."""
+"""From the leaders' samples to every rank's micro-batches: exchange cards, plan, move samples, broadcast, place.
 
-from dataclasses import dataclass
+Tokens, masks and log-probs of a replica's samples go to all of its ranks: a few bytes a token. Routes are hundreds of
+bytes a token: each rank gets its own tokens' routes for its own layers, and nobody else's.
+"""
+
+from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 
 from ..batch import Sample
 from ..parallel.config import PackingConfig
 from ..parallel.layout import Layout
+from ..rollout.exchange import exchange_samples
+from ..routing import placement
+from ..routing.placement import RoutesShare
 from .groups import ControlGroups
 from .microbatch import MicroBatch, PackedSamples, place
 from .plan import MiniStepPlan, SampleCard, StepScalars, plan_rollout
@@ -22,10 +28,10 @@ class RolloutBatch:
     """One rollout on one rank: the micro-batches of each optimizer step, and the scalars of all samples."""
 
     mini_steps: list[list[MicroBatch]]
-    num_samples: list[int]
     scalars: StepScalars
     cards: list[SampleCard]
-    metrics: dict[str, float]
+    metrics: dict[str, float] = field(default_factory=dict)
+    is_advantage: bool = False      # the rewards are advantages already
 
     @property
     def microbatches(self) -> list[MicroBatch]:
@@ -43,12 +49,13 @@ class Placement:
     cp_size: int
     cp_rank: int
     tp_size: int            # 1 without sequence parallelism
+    tp_rank: int            # 0 without sequence parallelism
     device: torch.device
 
     def layout(self, lengths) -> Layout:
-        thd = self.packing.qkv_format == "thd"
+        packed = self.packing.qkv_format == "thd"
         return Layout(tuple(lengths), cp_size=self.cp_size, tp_size=self.tp_size, kind=self.packing.cp_layout,
-                      qkv_format=self.packing.qkv_format, multiple=self.packing.data_pad_size_multiplier if thd else 1)
+                      qkv_format=self.packing.qkv_format, multiple=self.packing.data_pad_size_multiplier if packed else 1)
 
 
 def agree(groups: ControlGroups, error: str | None) -> None:
@@ -57,55 +64,72 @@ def agree(groups: ControlGroups, error: str | None) -> None:
     Raises:
         RolloutFailed: on every rank, with each failed leader's message.
     """
-    report = None
-    if groups.leaders is not None:
-        errors: list = [None] * groups.dp_size
-        dist.all_gather_object(errors, error, group=groups.leaders)
-        report = [f"data-parallel rank {i}: {e}" if groups.dp_size > 1 else e for i, e in enumerate(errors) if e]
-    report = groups.from_leader(report)
+    errors = groups.over_leaders(error) or []
+    report = groups.from_leader([f"data-parallel rank {i}: {e}" if groups.dp_size > 1 else e for i, e in enumerate(errors) if e])
     if report:
         raise RolloutFailed("\n".join(report))
 
 
-def distribute(groups: ControlGroups, placement: Placement, samples: list[Sample] | None, metrics: dict[str, float] | None,
-               replay=None) -> RolloutBatch:
-    """Collective over all ranks. `samples` and `metrics` are given on leaders.
+def distribute(groups: ControlGroups, where: Placement, samples: list[Sample] | None, metrics: dict[str, float] | None,
+               is_advantage: bool = False, replay=None) -> RolloutBatch:
+    """Collective over all ranks.
 
     Args:
-        replay: when routes are replayed (R3), the adapter that cuts each rank's share of them.
+        groups: the control plane.
+        where: this rank's place.
+        samples, metrics, is_advantage: the leader's.
+        replay: the bound RouterReplay when samples carry routes (R3), else None.
     """
-    payload = None
-    if groups.leaders is not None:
-        everyone: list = [None] * groups.dp_size
-        dist.all_gather_object(everyone, [SampleCard.of(s, groups.dp_rank) for s in samples], group=groups.leaders)
-        cards = sorted((c for own in everyone for c in own), key=lambda c: c.sample_id)
+    payload, mine = None, None
+    cards = groups.over_leaders([SampleCard.of(s, groups.dp_rank) for s in samples] if groups.is_leader else None)
+    if cards is not None:
+        cards = sorted((c for own in cards for c in own), key=lambda c: c.sample_id)
         try:
-            plan = plan_rollout(cards, placement.num_steps, dp_size=groups.dp_size, cp_size=placement.cp_size, config=placement.packing,
-                                micro_batch_size=placement.micro_batch_size, multiple=placement.multiple)
-            payload = (_move_and_pack(groups, plan, cards, samples), cards, plan, metrics)
-        except Exception as error:      # the same on every leader: all have the same cards
+            plan = plan_rollout(cards, where.num_steps, dp_size=groups.dp_size, cp_size=where.cp_size, config=where.packing,
+                                micro_batch_size=where.micro_batch_size, multiple=where.multiple)
+            mine = _moved(groups, plan, cards, samples)
+            payload = (_packed(groups, plan, cards, mine), cards, [step.counts for step in plan], metrics or {}, is_advantage)
+        except Exception as error:      # the same on every leader: all plan from the same cards
             payload = error
-    payload = groups.from_leader(_without_routes(payload))
+    payload = groups.from_leader(payload)
     if isinstance(payload, Exception):
         raise payload
-    packed_steps, cards, plan, metrics = payload
-    mini_steps = []
-    for step, packed in zip(plan, packed_steps, strict=True):
-        mini_steps.append([place(p, number, placement.layout(p.lengths), placement.cp_rank, step.counts, placement.device)
-                           for number, p in enumerate(packed)])
-    return RolloutBatch(mini_steps, [s.num_samples for s in plan], StepScalars.of(cards), cards, metrics)
+    packed_steps, cards, counts, metrics, is_advantage = payload
+    mini_steps = [[place(p, (step, i), where.layout(p.lengths), where.cp_rank, where.tp_rank, counts[step], where.device)
+                   for i, p in enumerate(packed)] for step, packed in enumerate(packed_steps)]
+    batch = RolloutBatch(mini_steps, StepScalars.of(cards), cards, metrics, is_advantage)
+    if replay is not None:
+        _share_routes(groups, where, batch, packed_steps, mine, replay)
+    return batch
 
 
-def _move_and_pack(groups: ControlGroups, plan: list[MiniStepPlan], cards: list[SampleCard], samples: list[Sample]) -> list[list[PackedSamples]]:
-    from ..rollout.exchange import exchange_samples
-
+def _moved(groups: ControlGroups, plan: list[MiniStepPlan], cards: list[SampleCard], samples: list[Sample]) -> dict[int, Sample]:
     destination = {i: dp for step in plan for dp, mbs in enumerate(step.assignment) for mb in mbs for i in mb}
     owner = {c.sample_id: c.owner for c in cards}
-    mine = {s.sample_id: s for s in exchange_samples(samples, destination, owner, groups.leaders)}
+    return {s.sample_id: s for s in exchange_samples(samples, destination, owner, groups.leaders)}
+
+
+def _packed(groups: ControlGroups, plan: list[MiniStepPlan], cards: list[SampleCard], mine: dict[int, Sample]) -> list[list[PackedSamples]]:
     index = {c.sample_id: i for i, c in enumerate(cards)}
     return [[PackedSamples.pack([mine[i] for i in mb], index, step.rollout_tokens, step.prompt_tokens) for mb in step.assignment[groups.dp_rank]]
             for step in plan]
 
 
-def _without_routes(payload):
-    return payload
+def _share_routes(groups: ControlGroups, where: Placement, batch: RolloutBatch, packed_steps, mine: dict[int, Sample] | None, replay) -> None:
+    """Cut every rank's routes on the leader and scatter them, micro-batch by micro-batch, so that only one is in flight."""
+    spec = replay.spec
+    columns = [spec.moe_layers.index(layer) for layer in replay.layers]
+    wanted = groups.to_leader(columns)
+    for packed, mbs in zip(packed_steps, batch.mini_steps, strict=True):
+        for p, mb in zip(packed, mbs, strict=True):
+            shares = None
+            if mine is not None:
+                cut: dict = {}
+                for at, layers in zip(groups.places, wanted, strict=True):
+                    key = (at.cp_rank, at.tp_rank if where.tp_size > 1 else 0, tuple(layers))
+                    if key not in cut:
+                        cut[key] = placement.place([mine[i].routes for i in p.sample_ids], mb.layout, columns=layers, topk=spec.topk,
+                                                   num_experts=spec.num_experts, cp_rank=key[0], tp_rank=key[1])
+                shares = [cut[at.cp_rank, at.tp_rank if where.tp_size > 1 else 0, tuple(layers)]
+                          for at, layers in zip(groups.places, wanted, strict=True)]
+            mb.routes = RoutesShare.of(groups.scatter(shares), replay.layers)

@@ -1,36 +1,90 @@
-"""The trainer's link to the inference engines: start or find them, check them, publish weights, sample, evaluate.
+"""The trainer's link to the inference engines: start or find them, check them, publish weights to them.
 
-Every rank has a link, because publishing gathers weights from all of them; only leaders hold a client, and only the first
-rank of a job that launches its own server holds the server.
+Every rank has a link, because publishing gathers weights from all of them. Only leaders hold a client, and only the
+first rank of a job that launches its own server holds the server.
 """
 
 import os
+import tempfile
 
 import torch.distributed as dist
 
-from ..rewards.reward import Rewards
-from ..rollout.client import SGLangClient, check_server
-from ..rollout.engine import EngineError
-from ..rollout.prompts import PromptOrder, load_prompts
-from ..rollout.sampler import Sampler, evaluate
+from ..rollout.client import SGLangClient
 from ..rollout.server import LocalServer
+from ..weights.publish import WeightPublisher
+from .build import Trained
 from .distribute import agree
 from .groups import ControlGroups
 from .sources import EventLoop
 
 
 class EngineLink:
-    """Collective over all ranks: `start`, `publish`, `close`."""
+    """`launch`, `connect`, `publish` and `close` are called by every rank, in this order."""
 
-    def __init__(self, args, groups: ControlGroups, directory: str):
-        self.args, self.settings, self.groups, self.directory = args, args.grpo, groups, directory
+    def __init__(self, args, groups: ControlGroups, directory: str | None):
+        self.args, self.settings, self.groups = args, args.grpo, groups
+        self.directory = directory or tempfile.mkdtemp(prefix="run-")
         self.server: LocalServer | None = None
-        self.urls: list[str] = []
-        self.client = self.events = self.publisher = None
+        self.client: SGLangClient | None = None
+        self.events: EventLoop | None = None
+        self.publisher: WeightPublisher | None = None
+        self.urls: list[str] = list(self.settings.engine.server_urls)
 
     def launch(self) -> None:
-        """Start the local server, without waiting for it: it loads while Megatron builds the model."""
-        if dist.get_rank() == 0 and self.settings.engine.sglang_launch == "local":
-            self.server = LocalServer.from_config(self.settings.engine, self.settings.weights.hf_checkpoint,
-                                                  routes=self.settings.routing.use_rollout_routing_replay, log_directory=self.directory)
-            self.server.launch()
+        """Start the local server without waiting for it: it loads while Megatron builds the model."""
+        engine, error = self.settings.engine, None
+        if engine.sglang_launch == "local" and dist.get_rank() == 0:
+            try:
+                os.makedirs(self.directory, exist_ok=True)
+                self.server = LocalServer.from_config(engine, self.settings.weights.hf_checkpoint,
+                                                      routes=self.settings.routing.use_rollout_routing_replay,
+                                                      device=self.settings.trainer.platform,
+                                                      log=os.path.join(self.directory, "sglang.log"))
+                self.server.launch()
+                self.urls = [self.server.url]
+            except Exception as failure:
+                error = f"{type(failure).__name__}: {failure}"
+        box = [(self.urls, error)]
+        dist.broadcast_object_list(box, src=0)
+        self.urls, error = box[0]
+        agree(self.groups, error)
+
+    def connect(self, trained: Trained, replay) -> None:
+        """Wait for the servers, connect the leaders' clients, and refuse an engine that cannot serve this run."""
+        error = None
+        try:
+            if self.server is not None:
+                self.server.wait()
+        except Exception as failure:
+            error = str(failure)
+        box = [error]
+        dist.broadcast_object_list(box, src=0)
+        agree(self.groups, box[0])
+        if self.groups.is_leader:
+            try:
+                self.events = EventLoop()
+                self.client = self.events.run(self._client(replay))
+            except Exception as failure:
+                error = f"{type(failure).__name__}: {failure}"
+        agree(self.groups, error)
+        where = self.settings.weights.weight_sync_dir or os.path.join(self.directory, "weights")
+        self.publisher = WeightPublisher(trained.live, trained.hf_config, self.settings.weights, where, self.settings.engine.api_key)
+
+    async def _client(self, replay) -> SGLangClient:
+        raise NotImplementedError
+
+    def publish(self, trained: Trained, version: int) -> None:
+        """Bring the engines to the model's weights; those that cannot follow are not sampled from until they do."""
+        with trained.whole_parameters():
+            report = self.publisher.publish(self.urls, str(version))
+        if self.client is not None:
+            self.events.run(self.client.expect(report))
+
+    def close(self) -> None:
+        if self.client is not None:
+            self.events.run(self.client.close())
+            self.events.close()
+        if self.publisher is not None:
+            self.publisher.close()
+        if self.server is not None:
+            self.server.stop()

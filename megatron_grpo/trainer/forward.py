@@ -15,8 +15,7 @@ micro-batches, data-parallel and context-parallel ranks. Megatron then does, wit
   (L_r * N, n_r, metrics) with n_r this rank's trained tokens and N their sum over the step.
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,8 +23,8 @@ from typing import Any
 import torch
 
 from ..logprobs import vocab_parallel_logprob
-from ..losses.inputs import LossInputs
 from ..losses.policy_loss import policy_loss
+from ..routing.placement import RouteStore
 from .microbatch import MicroBatch
 
 
@@ -35,10 +34,13 @@ class StepContext:
 
     Attributes:
         algorithm: GRPOConfig.
-        hooks: the user's callables (hooks.py).
+        hooks: the user's callables (hooks.Hooks).
         target: the MicroBatch field that a log-prob pass fills ("old_logp_T", "ref_logp_T"); None in the policy pass.
-        replay: the RouterReplay bound to the model, or None.
-        routing: "native" | "record" | "replay": what the routers do in this pass.
+        replay: the bound RouterReplay, or None.
+        routing: "native", "record" or "replay": what the routers do in this pass (RoutingConfig.mode).
+        store: the experts that the old-log-prob pass used, for the policy passes of the same rollout.
+        outputs: LossOutput of each micro-batch of a policy pass, on the last pipeline stage.
+        mismatches: RouteMismatch of each micro-batch and model chunk of an old-log-prob pass that replays.
     """
 
     algorithm: Any
@@ -48,72 +50,76 @@ class StepContext:
     tp_group: Any
     cp_group: Any
     dp_size: int
-    num_microbatches: int
+    num_microbatches: int = 1
     per_token_loss: bool = False
+    inplace_grad: bool = True
     target: str | None = None
     replay: Any = None
     routing: str = "native"
-    routes_recorded: Callable[[MicroBatch, Any], None] | None = None
-    logprob_chunk: int = 1024
-    inplace_logit_grad: bool = True
-    metrics: list = field(default_factory=list)
+    store: RouteStore | None = None
+    outputs: list = field(default_factory=list)
+    mismatches: list = field(default_factory=list)
 
 
 def forward_step(data_iterator, model):
     """Run the model on the next micro-batch; Megatron's `forward_step_func`."""
     mb: MicroBatch = next(data_iterator)
     context: StepContext = mb.context
-    extra = {}
-    if _takes_padding_mask(model):
-        extra["padding_mask"] = mb.padding_T.view(mb.tokens.shape)
-    with _routing(context, mb):
-        output = model(mb.tokens, mb.positions, None, packed_seq_params=mb.packed_seq_params, **extra)
+    with _routed(context, mb):
+        output = model(mb.tokens, mb.positions, None, packed_seq_params=mb.packed_seq_params)
     return output, partial(logprob_function if context.target else loss_function, mb)
 
 
-def _routing(context: StepContext, mb: MicroBatch):
+@contextmanager
+def _routed(context: StepContext, mb: MicroBatch):
+    """The forward of one model chunk with its experts recorded or replayed."""
     if context.replay is None:
-        return nullcontext()
-    return context.replay.microbatch(mb, context)
+        yield
+        return
+    first = context.target is not None          # before the policy passes: what is used here is what they replay
+    record, routes = first and context.routing != "native", None
+    if context.routing == "replay":
+        routes = mb.routes if first else context.store.get(mb.key)
+    with context.replay.forward(routes, record=record, compare=record and routes is not None, unrouted_T=mb.unrouted_T) as capture:
+        yield
+    if record and capture.routes is not None:
+        context.store.put(mb.key, capture.routes)
+        if capture.own is not None:
+            from ..routing.mismatch import compare
+            context.mismatches.append((mb, compare(_columns(routes, capture.own.layers), capture.own, mb.unrouted_T)))
 
 
-def _takes_padding_mask(model) -> bool:
-    """Expert-bias statistics and auxiliary losses leave padding out where Megatron's model takes the mask."""
-    while hasattr(model, "module"):
-        model = model.module
-    return getattr(model, "grpo_takes_padding_mask", False)
+def _columns(routes, layers):
+    """Of a share over all chunks of this rank, the layers of one chunk."""
+    from ..routing.placement import RoutesShare
+    if routes.layers == tuple(layers):
+        return routes
+    where = [routes.layers.index(n) for n in layers]
+    return RoutesShare(routes.experts_TLK[:, where], tuple(layers), routes.missing & set(layers))
 
 
 def logits_to_logprobs(mb: MicroBatch, logits: torch.Tensor, with_entropy: bool, entropy_grad: bool = False):
-    """([T] log-prob of each position's label, [T] entropy or None), float32, under the rollout temperature."""
+    """([T] log-prob of each position's label, [T] entropy or None), float32 or better, under the rollout temperature."""
     context = mb.context
     return vocab_parallel_logprob(
         logits.reshape(-1, logits.shape[-1]), mb.labels_T, tp_group=context.tp_group, vocab_size=context.vocab_size,
         temperature=context.temperature, with_entropy=with_entropy, entropy_grad=entropy_grad, keep_mask=mb.keep_mask,
-        chunk_size=context.logprob_chunk, inplace_grad=context.inplace_logit_grad)
+        inplace_grad=context.inplace_grad and torch.is_grad_enabled())
 
 
 def logprob_function(mb: MicroBatch, logits: torch.Tensor, non_loss_data: bool = True):
     """Store the pass's log-probs on the micro-batch; nothing is returned to the schedule."""
     logp_T, _ = logits_to_logprobs(mb, logits, with_entropy=False)
     setattr(mb, mb.context.target, logp_T.detach())
-    return None
 
 
 def loss_function(mb: MicroBatch, logits: torch.Tensor):
     """The policy loss of one micro-batch, scaled for Megatron (see the module's text)."""
     context = mb.context
-    bonus = context.algorithm.loss.entropy_coef != 0
-    logp_T, entropy_T = logits_to_logprobs(mb, logits, with_entropy=True, entropy_grad=bonus)
-    out = policy_loss(
-        LossInputs(
-            logp_T=logp_T, old_logp_T=logp_T.detach() if mb.old_logp_T is None else mb.old_logp_T, advantage_T=mb.advantage_T,
-            mask_T=mb.mask_T, seq_T=mb.seq_T, num_seqs=mb.num_seqs, counts=mb.counts, seq_tokens_S=mb.seq_tokens_S,
-            rollout_tokens_S=mb.rollout_tokens_S, prompt_tokens_S=mb.prompt_tokens_S, rollout_logp_T=mb.rollout_logp_T,
-            ref_logp_T=mb.ref_logp_T, entropy_T=entropy_T, cp_group=context.cp_group),
-        context.algorithm, context.hooks)
-    context.metrics.append(out)
+    logp_T, entropy_T = logits_to_logprobs(mb, logits, with_entropy=True, entropy_grad=context.algorithm.loss.entropy_coef != 0)
+    inputs = mb.loss_inputs(logp_T, entropy_T, context.cp_group)
+    out = policy_loss(inputs, context.algorithm, context.hooks)
+    context.outputs.append(out)
     if context.per_token_loss:
-        num_tokens = mb.mask_T.sum().to(torch.int)
-        return out.loss * max(mb.counts.tokens, 1.0), num_tokens, {}
+        return out.loss * max(mb.counts.tokens, 1.0), mb.mask_T.sum().to(torch.int), {}
     return out.loss * (context.num_microbatches * context.dp_size), {}

@@ -1,13 +1,15 @@
 """A micro-batch, twice: on the host as its leader packs it, and on a rank as its share of the tokens."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from ..batch import Sample
-from ..losses.inputs import StepCounts
+from ..logprobs import SupportMask
+from ..losses.inputs import LossInputs, StepCounts
 from ..parallel.layout import Layout
+from ..routing.placement import unrouted
 
 
 @dataclass
@@ -55,7 +57,7 @@ class MicroBatch:
     A micro-batch without samples is legal: one sequence of padding, masked, so that every rank runs the same schedule.
     """
 
-    number: int                         # in the optimizer step; with the layer, the key of its routes
+    key: tuple[int, int]                # (optimizer step of the rollout, place in it); with the layer, the key of its routes
     layout: Layout
     tokens: torch.Tensor                # [batch, sequence] int64 input ids
     positions: torch.Tensor             # [batch, sequence] int64
@@ -72,21 +74,36 @@ class MicroBatch:
     counts: StepCounts
     padding_T: torch.Tensor             # bool, True where the position holds no token
     chunk_T: torch.Tensor               # int64 context-parallel chunk of each position
+    sample_ids: list[int]
+    unrouted_T: torch.Tensor            # bool [rows that a decoder layer of this rank sees]: padding and last tokens
     packed_seq_params: object = None    # Megatron's PackedSeqParams, or None when padded to [S, sequence]
     keep_mask: object = None            # truncated support of each position (top-p, top-k), or None
     old_logp_T: torch.Tensor | None = None
     ref_logp_T: torch.Tensor | None = None
     advantage_T: torch.Tensor | None = None
     routes: object = None               # this rank's share of the experts to replay, or None
+    prepared: LossInputs | None = None  # weights, mask and denominators that a correction set for the whole step
     context: object = field(default=None, repr=False)     # the StepContext of the pass that is running
 
     @property
     def num_seqs(self) -> int:
         return self.layout.num_seqs
 
+    def loss_inputs(self, logp_T: torch.Tensor, entropy_T: torch.Tensor | None, cp_group) -> LossInputs:
+        """What the policy loss receives; without an old-log-prob pass the policy is its own old one."""
+        if self.prepared is not None:
+            return replace(self.prepared, logp_T=logp_T, entropy_T=entropy_T)
+        return LossInputs(
+            logp_T=logp_T, old_logp_T=logp_T.detach() if self.old_logp_T is None else self.old_logp_T, advantage_T=self.advantage_T,
+            mask_T=self.mask_T, seq_T=self.seq_T, num_seqs=self.num_seqs, counts=self.counts, seq_tokens_S=self.seq_tokens_S,
+            rollout_tokens_S=self.rollout_tokens_S, prompt_tokens_S=self.prompt_tokens_S, rollout_logp_T=self.rollout_logp_T,
+            ref_logp_T=self.ref_logp_T, entropy_T=entropy_T, cp_group=cp_group,
+            position_T=torch.where(self.padding_T, -1, self.positions.flatten()), length_S=self.length_S,
+            prompt_length_S=self.prompt_length_S)
 
-def place(packed: PackedSamples, number: int, layout: Layout, cp_rank: int, counts: StepCounts, device) -> MicroBatch:
-    """This rank's share of a packed micro-batch."""
+
+def place(packed: PackedSamples, key: tuple[int, int], layout: Layout, cp_rank: int, tp_rank: int, counts: StepCounts, device) -> MicroBatch:
+    """This rank's share of a packed micro-batch; `tp_rank` is 0 without sequence parallelism."""
     tokens = torch.from_numpy(packed.tokens)
     where_R = layout.response_index(packed.prompt_lengths)
 
@@ -109,17 +126,17 @@ def place(packed: PackedSamples, number: int, layout: Layout, cp_rank: int, coun
     seq_T = layout.seq_ids(cp_rank)
     keep_mask = None
     if packed.support is not None:
-        from ..logprobs.support import SupportMask
         keep_mask = SupportMask.from_response(*packed.support, where_R, layout.num_tokens, layout.index(cp_rank)).to(device)
     return MicroBatch(
-        number=number, layout=layout, tokens=shard(tokens).view(layout.local_shape),
+        key=key, layout=layout, tokens=shard(tokens).view(layout.local_shape),
         positions=layout.positions(cp_rank).view(layout.local_shape).to(device), labels_T=shard(layout.labels(tokens)),
         mask_T=shard(mask_N, False), seq_T=seq_T.to(device), rollout_logp_T=shard(stream(packed.rollout_logp_R, torch.float32)),
         sample_S=per_seq(packed.sample_S).long().to(device), length_S=lengths.to(device),
         prompt_length_S=per_seq(np.array(packed.prompt_lengths)).long().to(device),
         seq_tokens_S=seq_tokens_S.to(device), rollout_tokens_S=per_seq(packed.rollout_tokens_S).to(device),
         prompt_tokens_S=per_seq(packed.prompt_tokens_S).to(device), counts=counts,
-        padding_T=(layout.index(cp_rank) < 0).to(device), chunk_T=layout.chunk_ids(cp_rank).to(device), packed_seq_params=_packed_seq_params(layout, device), keep_mask=keep_mask)
+        padding_T=(layout.index(cp_rank) < 0).to(device), chunk_T=layout.chunk_ids(cp_rank).to(device),
+        sample_ids=packed.sample_ids, unrouted_T=unrouted(layout, cp_rank, tp_rank).to(device), packed_seq_params=_packed_seq_params(layout, device), keep_mask=keep_mask)
 
 
 def _packed_seq_params(layout: Layout, device):

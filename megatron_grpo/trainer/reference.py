@@ -25,11 +25,8 @@ class Reference:
             _copy(live, policy)
 
 
-def load_reference(args, trained, load_hf) -> Reference:
+def load_reference(args, trained) -> Reference:
     """The reference named by --ref-load, else the weights of --hf-checkpoint.
-
-    Args:
-        load_hf: callable (model, directory) that loads Hugging Face weights into the model.
 
     Raises:
         ConfigError: neither holds weights.
@@ -44,7 +41,7 @@ def load_reference(args, trained, load_hf) -> Reference:
     where = args.grpo.trainer.ref_load or args.grpo.weights.hf_checkpoint
     model, policy = trained.model, Reference(trained.model)
     if has_weights(where):
-        load_hf(model, where)
+        trained.load_hf(where)
     elif os.path.exists(os.path.join(where, "latest_checkpointed_iteration.txt")):
         kept = {name: getattr(args, name) for name in ("finetune", "no_load_optim", "no_load_rng", "iteration", "consumed_train_samples",
                                                        "exit_on_missing_checkpoint")}
@@ -57,6 +54,7 @@ def load_reference(args, trained, load_hf) -> Reference:
         raise ConfigError(f"the KL needs a reference model: {where} holds neither safetensors nor a Megatron checkpoint; give --ref-load")
     reference = Reference(model)
     _copy(_state(model), policy.tensors)
+    trained.optimizer.reload_model_params()     # loading may have touched the optimizer's copies
     return reference
 
 

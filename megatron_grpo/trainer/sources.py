@@ -2,20 +2,31 @@
 
 Every source has the same face, and lives on leaders only:
 
-    next(step) -> (samples, metrics)      the samples of the rollout that starts at optimizer step `step`
+    next(step) -> (samples, counts)       the samples of the rollout that starts at optimizer step `step`, and counts that add up over leaders
     state() / restore(states)             what a checkpoint keeps
     close()
+    rewards_are_advantages                whether a reward hook made the last rollout's rewards advantages already
 """
 
 import asyncio
 import os
+import sys
 import threading
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from ..batch import Sample
+from ..rewards.reward import Rewards
+from ..rewards.shaping import shape_rewards
+from ..rollout.evaluate import evaluate
+from ..rollout.pipeline import Rollouts
+from ..rollout.prompts import PromptOrder, load_prompts
+from ..rollout.sampler import Sampler
+from ..rollout.tickets import LocalTickets, StoreTickets
 from ..settings import ConfigError
+from .checkpoint import load_leader_states
 
 
 class EventLoop:
@@ -36,6 +47,8 @@ class EventLoop:
 
 class SupervisedSource:
     """One sample a prompt, whose response is the label: a warm start (--loss-type sft)."""
+
+    rewards_are_advantages = False
 
     def __init__(self, prompts, order, tokenizer, config, dp_rank: int, dp_size: int):
         self.prompts, self.order, self.tokenizer, self.config = prompts, order, tokenizer, config
@@ -68,6 +81,8 @@ class SupervisedSource:
 class RecordedSource:
     """Samples that --save-debug-rollout-data wrote, of any number of data-parallel ranks."""
 
+    rewards_are_advantages = False
+
     def __init__(self, template: str, dp_rank: int, dp_size: int):
         self.template, self.dp_rank, self.dp_size = template, dp_rank, dp_size
 
@@ -98,3 +113,116 @@ def save_samples(template: str, step: int, dp_rank: int, samples: list[Sample]) 
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     torch.save(samples, path + ".tmp")
     os.replace(path + ".tmp", path)
+
+
+class EngineSource:
+    """Samples that the engine generates for this leader, scored and shaped.
+
+    Args:
+        link: the engine link, whose client and event loop it uses.
+        tickets: shared with the other leaders.
+    """
+
+    def __init__(self, link, tickets, *, prompts, held_out, order, tokenizer, rewards, hooks, settings, dp_rank: int, dp_size: int):
+        self.link, self.held_out, self.tokenizer, self.rewards, self.hooks, self.settings = link, held_out, tokenizer, rewards, hooks, settings
+        self.dp_rank, self.dp_size, self.rewards_are_advantages = dp_rank, dp_size, False
+        self.bar = Bar(dp_rank == 0)
+        sampler = Sampler(
+            link.client, prompts, order, rewards, tokenizer, settings.rollout, hooks=hooks, tickets=tickets, on_group=self.bar,
+            return_routes=settings.routing.use_rollout_routing_replay, version_step=settings.trainer.num_steps_per_rollout,
+            stall_limit_s=settings.trainer.control_timeout)
+        self.rollouts = Rollouts(link.events.loop, sampler, settings.trainer.control_timeout)
+
+    def next(self, step: int) -> tuple[list[Sample], dict]:
+        with self.bar:
+            rollout = self.rollouts.next(step)
+        samples = rollout.samples
+        self.rewards_are_advantages = shape_rewards(
+            samples, self.settings.algorithm.reward, self.settings.rollout.rollout_max_response_len, self.hooks.reward_post_process)
+        counts = {f"rollout/{name}": value for name, value in rollout.books.metrics().items()}
+        return samples, counts | {"rollout/tokens_off_policy": float(rollout.off_policy_tokens)}
+
+    def evaluate(self):
+        """This leader's share of the held-out prompts, greedily; None without any."""
+        if self.held_out is None:
+            return None
+        share = range(self.dp_rank, len(self.held_out), self.dp_size)
+        return self.link.events.run(evaluate(
+            self.link.client, self.held_out, self.rewards, self.tokenizer, self.settings.rollout, indices=share,
+            max_response_len=self.settings.trainer.eval_max_response_len, function=self.hooks.rollout))
+
+    def state(self) -> dict:
+        return self.rollouts.state_dict()
+
+    def restore(self, states: list[dict]) -> None:
+        self.rollouts.load_state_dict(states)
+
+    def close(self) -> None:
+        self.rollouts.close()
+        self.rewards.close()
+
+
+class Bar:
+    """A progress bar of the groups of a rollout, on the first leader's terminal; silent elsewhere."""
+
+    def __init__(self, active: bool):
+        self.active, self.bar = active and sys.stderr.isatty(), None
+
+    def __enter__(self):
+        self.bar = tqdm(desc="rollout", unit="group", leave=False, disable=not self.active)
+
+    def __call__(self, kept: int, wanted: int) -> None:
+        if self.bar is not None:
+            self.bar.total = wanted
+            self.bar.update(kept - self.bar.n)
+
+    def __exit__(self, *_):
+        self.bar.close()
+        self.bar = None
+
+
+def make_source(args, link, groups, hooks):
+    """The leader's source that the flags ask for, restored to the position of the checkpoint that was loaded.
+
+    Raises:
+        ConfigError: names the flag, file, line or key, and the fix.
+    """
+    settings = args.grpo
+    if template := settings.trainer.load_debug_rollout_data:
+        return RecordedSource(template, groups.dp_rank, groups.dp_size)
+    tokenizer = load_tokenizer(settings.weights.hf_checkpoint)
+    prompts, held_out = load_prompts(settings.prompts, tokenizer, settings.trainer.eval_num_prompts)
+    order = PromptOrder(len(prompts), settings.prompts.rollout_shuffle, settings.prompts.rollout_seed)
+    if settings.trainer.loss_type == "sft":
+        source = SupervisedSource(prompts, order, tokenizer, settings.rollout, groups.dp_rank, groups.dp_size)
+    else:
+        tickets = LocalTickets() if groups.dp_size == 1 else StoreTickets(default_store(), groups.dp_rank, groups.dp_size)
+        source = EngineSource(link, tickets, prompts=prompts, held_out=held_out, order=order, tokenizer=tokenizer,
+                              rewards=Rewards(settings.verifier, hooks.rm), hooks=hooks, settings=settings, dp_rank=groups.dp_rank,
+                              dp_size=groups.dp_size)
+    states = load_leader_states(args.load, args.iteration) if args.load and args.iteration else []
+    if states:
+        source.restore(states)
+    return source
+
+
+def default_store():
+    """The job's TCPStore."""
+    from torch.distributed.distributed_c10d import _get_default_store
+    return _get_default_store()
+
+
+def load_tokenizer(path: str):
+    """The Hugging Face tokenizer of a directory.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    from transformers import AutoTokenizer
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--hf-checkpoint {path}: no tokenizer: {error}") from None
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"--hf-checkpoint {path}: the tokenizer has no end-of-text token, so no response would end; set eos_token")
+    return tokenizer

@@ -1,6 +1,6 @@
 """One optimizer step, and the log-prob passes before it, through Megatron's own schedules."""
 
-import itertools
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,7 +11,7 @@ from .microbatch import MicroBatch
 
 @dataclass
 class StepResult:
-    """What an optimizer step did; the metrics are (sum, count) pairs of this rank."""
+    """What an optimizer step did; `outputs` are the LossOutputs of this rank's micro-batches (last pipeline stage only)."""
 
     grad_norm: float
     learning_rate: float
@@ -37,29 +37,31 @@ def run_schedule(model: list, microbatches: list[MicroBatch], context: StepConte
 
 def logprob_pass(model: list, microbatches: list[MicroBatch], context: StepContext, target: str, routing: str = "native") -> None:
     """Fill `target` ("old_logp_T" or "ref_logp_T") of every micro-batch on the last pipeline stage, without gradient."""
-    run_schedule(model, microbatches, replace(context, target=target, routing=routing, metrics=[]), forward_only=True)
+    run_schedule(model, microbatches, replace(context, target=target, routing=routing, num_microbatches=len(microbatches)), forward_only=True)
 
 
-def optimizer_step(model: list, optimizer, scheduler, microbatches: list[MicroBatch], context: StepContext, num_samples: int,
+def optimizer_step(model: list, optimizer, scheduler, microbatches: list[MicroBatch], context: StepContext, increment: int,
                    routing: str = "native") -> StepResult:
     """Forward, backward, all gradient reductions, and one update of the weights.
 
+    Args:
+        increment: samples by which the learning-rate schedule advances.
+
     Raises:
-        FloatingPointError: the gradient norm is not finite (and Megatron's loss scaler did not already skip the step).
+        FloatingPointError: the gradient norm is not finite, and no loss scaler skipped the step.
     """
-    context = replace(context, target=None, routing=routing, metrics=[])
+    context = replace(context, target=None, routing=routing, num_microbatches=len(microbatches), outputs=[])
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     run_schedule(model, microbatches, context, forward_only=False)
-    updated, grad_norm, _ = optimizer.step()
-    updated, grad_norm = _agree(updated, grad_norm)
-    if updated and not torch.isfinite(torch.tensor(grad_norm)):
+    updated, grad_norm = _agree(*optimizer.step()[:2])
+    if updated and not math.isfinite(grad_norm):
         raise FloatingPointError(f"the gradient norm is {grad_norm}: see the loss and mismatch metrics of this step")
     if updated:
-        scheduler.step(increment=num_samples)
+        scheduler.step(increment=increment)
     rate = next((g["lr"] for g in optimizer.param_groups if not g.get("is_decoupled_lr")), 0.0)
-    return StepResult(grad_norm=float(grad_norm), learning_rate=rate, skipped=not updated, outputs=context.metrics)
+    return StepResult(grad_norm=float(grad_norm or 0.0), learning_rate=float(rate), skipped=not updated, outputs=context.outputs)
 
 
 def _agree(updated, grad_norm):
@@ -69,8 +71,3 @@ def _agree(updated, grad_norm):
 
     group = mpu.get_model_parallel_group()
     return logical_and_across_model_parallel_group(updated, group=group), reduce_max_stat_across_model_parallel_group(grad_norm, group=group)
-
-
-def chain(parts):
-    """[[a, b], [c]] -> [a, b, c]."""
-    return list(itertools.chain.from_iterable(parts))
