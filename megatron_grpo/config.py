@@ -1,30 +1,56 @@
 """The algorithm's settings: four axes (baseline, ratio, clip rule, reducer), KL, correction, rewards.
 
-Every field is a flag (settings.py). Every illegal value or pair is refused here, and the message says the fix.
-`algorithms.py` maps a recipe's name to values of these fields; a flag given by the user overrides the recipe.
+Every field is a flag (settings.py). `algorithms.py` maps a recipe's name to values of these fields; a flag given by the user
+overrides the recipe. Every illegal value or pair is refused, and the message says the fix (refusals.py).
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
+from .refusals import refuse
 from .settings import setting
 
 
 @dataclass(frozen=True)
 class AdvantageConfig:
-    advantage_estimator: str = setting("grpo", "baseline of the advantage", choices=(
-        "grpo", "rloo", "reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"))
-    advantage_std: str = setting("sample", "std that a group's rewards are divided by", choices=("sample", "population", "leave_one_out", "none"))
-    advantage_eps: float = setting(1e-6, "added to the group's std")
-    gamma: float = setting(1.0, "discount per response token of REINFORCE++ returns")
-    kl_coef: float = setting(0.0, "weight of the token KL folded into the reward")
-    normalize_advantages: bool = setting(False, "whiten advantages over all tokens of all data-parallel and context-parallel ranks")
-    advantage_clip: float | None = setting(None, "clip advantages to [-x, x]")
+    by_recipe: ClassVar[bool] = True
+
+    advantage_estimator: str = setting("grpo", "baseline of the advantage; gspo and cispo (slime) stand for --algorithm", choices=(
+        "grpo", "rloo", "reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo", "opo", "gpg", "passk", "gspo", "cispo"))
+    advantage_std: str | None = setting(None, "std that a group's rewards are divided by; when not given, sample for grpo, gdpo and passk, "
+                                        "else none", choices=("sample", "population", "leave_one_out", "batch", "none"))
+    advantage_eps: float = setting(1e-6, "added to the std of the rewards; for gdpo also to that of the batch")
+    singleton_advantage: str = setting("zero", "advantage of a group of one: zero, or its reward (mean 0, std 1)",
+                                       choices=("zero", "reward"))
     gdpo_reward_keys: tuple[str, ...] = setting((), "names of the rewards that GDPO normalises one by one", nargs="+")
-    gdpo_reward_weights: tuple[float, ...] = setting((), "weight of each GDPO reward, in the order of the keys", nargs="+")
+    gdpo_reward_weights: tuple[float, ...] = setting((), "weight of each GDPO reward, in the order of the keys; 1 when not given",
+                                                     nargs="+")
+    gdpo_batch_norm: str = setting("responses", "what the summed GDPO advantages are normalised over",
+                                   choices=("responses", "tokens", "none"))
+    kl_coef: float = setting(0.0, "weight of the KL to the reference folded into the reward; its estimator is --kl-loss-type")
+    kl_penalty: str | None = setting(None, "how --kl-coef enters: from each token on (return_to_go), of each token alone (immediate), "
+                                     "or summed over the response before the baseline (sequence); by estimator when not given",
+                                     choices=("return_to_go", "immediate", "sequence"))
+    gamma: float = setting(1.0, "discount per response token of --kl-penalty return_to_go")
+    gamma_tool_tokens: bool = setting(False, "tool and environment tokens count as time steps for --gamma, as in slime")
+    normalize_advantages: bool = setting(False, "whiten advantages over all tokens of all data-parallel and context-parallel ranks")
+    whiten_std: str = setting("sample", "std that whitening divides by", choices=("sample", "population"))
+    advantage_clip: float | None = setting(None, "clip advantages to [-x, x], after whitening")
+
+    @property
+    def group_std(self) -> str:
+        return self.advantage_std or ("sample" if self.advantage_estimator in ("grpo", "gdpo", "passk") else "none")
+
+    @property
+    def kl_form(self) -> str:
+        return self.kl_penalty or {"reinforce_plus_plus": "return_to_go", "reinforce_plus_plus_baseline": "immediate"}.get(
+            self.advantage_estimator, "sequence")
 
 
 @dataclass(frozen=True)
 class LossConfig:
+    by_recipe: ClassVar[bool] = True
+
     ratio: str = setting("token", "granularity of the importance ratio", choices=(
         "token", "sequence", "sequence_token", "none", "on_policy"))
     surrogate: str = setting("ppo", "clip rule", choices=(
@@ -55,6 +81,8 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class KLConfig:
+    by_recipe: ClassVar[bool] = True
+
     use_kl_loss: bool = setting(False, "add the KL to the reference policy to the loss")
     kl_loss_coef: float = setting(0.0, "weight of the KL in the loss")
     kl_loss_type: str = setting("k1", "estimator of the KL; low_var_kl is k3 with its value clamped to 10", choices=(
@@ -64,12 +92,14 @@ class KLConfig:
                                "that of k2 (straight_through), or only through the estimator (pathwise, biased)",
                                choices=("score_function", "straight_through", "pathwise"))
     kl_input_clamp: float = setting(20.0, "log(pi/pi_ref) is clamped to [-x, x]; inf is off", unit="nats")
-    kl_output_clamp: float | None = setting(None, "the estimate is clamped to [-x, x]; low_var_kl: 10 when not given", unit="nats")
-    kl_clamp_weighted: bool = setting(False, "apply --kl-output-clamp after the weight pi/pi_old, as slime does, not before")
+    kl_output_clamp: float | None = setting(None, "the KL of a token, weighted, is clamped to [-x, x]; low_var_kl: 10 when not given",
+                                            unit="nats")
 
 
 @dataclass(frozen=True)
 class CorrectionConfig:
+    by_recipe: ClassVar[bool] = True
+
     use_tis: bool = setting(False, "weigh the policy loss by old/rollout (truncated importance sampling)")
     tis_mode: str = setting("tis", "rule of the weight", choices=(
         "tis", "icepop", "seq_tis", "seq_icepop", "seq_mask_tis", "geometric"))
@@ -90,8 +120,31 @@ class CorrectionConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    overlong_buffer_len: int = setting(0, "length of the soft overlong punishment's ramp (DAPO); 0 is off", unit="tokens")
-    overlong_penalty_factor: float = setting(1.0, "largest soft overlong punishment")
-    overlong_filter: bool = setting(False, "mask truncated samples out of the loss")
+    by_recipe: ClassVar[bool] = True
+
     reward_scale: float = setting(1.0, "factor on the raw reward")
     reward_clip: float | None = setting(None, "clip the scaled reward to [-x, x]")
+    overlong_buffer_len: int = setting(0, "length of the soft overlong punishment's ramp, which ends at --rollout-max-response-len (DAPO); "
+                                       "0 is off", unit="tokens")
+    overlong_penalty_factor: float = setting(1.0, "soft overlong punishment at the end of the ramp")
+    overlong_unbounded: bool = setting(False, "let the punishment grow beyond its factor on longer responses, as in verl and NeMo-RL")
+    overlong_filter: bool = setting(False, "mask truncated samples out of the loss")
+
+
+@dataclass(frozen=True)
+class GRPOConfig:
+    """The algorithm as resolved: recipe, then the user's flags. Refuses what contradicts (refusals.py)."""
+
+    advantage: AdvantageConfig = AdvantageConfig()
+    loss: LossConfig = LossConfig()
+    kl: KLConfig = KLConfig()
+    correction: CorrectionConfig = CorrectionConfig()
+    reward: RewardConfig = RewardConfig()
+
+    def __post_init__(self):
+        refuse(self)
+
+    @property
+    def needs_reference(self) -> bool:
+        """The reference model's log-probs are needed."""
+        return self.kl.use_kl_loss or self.advantage.kl_coef != 0

@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import types
 import typing
+from collections.abc import Callable
 from typing import Any
 
 
@@ -37,20 +38,27 @@ def flag(name: str) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser, title: str, *classes: type) -> None:
-    """Add one argument group with a flag for every field of `classes`."""
+    """Add one argument group with a flag for every field of `classes`.
+
+    A class with `by_recipe = True` has defaults that depend on the algorithm: its flags are in the namespace only when given,
+    and each of them can be undone (`--no-use-kl-loss`, `--eps-clip-c none`).
+    """
     group = parser.add_argument_group(title)
     for cls in classes:
-        hints = typing.get_type_hints(cls)
+        hints, by_recipe = typing.get_type_hints(cls), getattr(cls, "by_recipe", False)
         for field in dataclasses.fields(cls):
             meta, kind = field.metadata, _scalar_type(hints[field.name])
             names = [flag(field.name), *meta["aliases"]]
             unit = f" {meta['unit']}" if meta["unit"] else ""
-            text = f"{meta['help']} (default: {field.default}{unit})".replace("%", "%%")
+            text = f"{meta['help']} (default: {field.default}{unit}{' or as --algorithm says' * by_recipe})".replace("%", "%%")
+            default = argparse.SUPPRESS if by_recipe else field.default
             if kind is bool:
-                action = "store_true" if field.default is False else argparse.BooleanOptionalAction
-                group.add_argument(*names, dest=field.name, action=action, default=field.default, help=text)
+                action = argparse.BooleanOptionalAction if by_recipe or field.default else "store_true"
+                group.add_argument(*names, dest=field.name, action=action, default=default, help=text)
             else:
-                group.add_argument(*names, dest=field.name, type=kind, default=field.default, choices=meta["choices"],
+                if type(None) in typing.get_args(hints[field.name]) and kind is not str:
+                    kind = _or_none(kind)
+                group.add_argument(*names, dest=field.name, type=kind, default=default, choices=meta["choices"],
                                    nargs=meta["nargs"], help=text)
 
 
@@ -58,6 +66,14 @@ def from_namespace(cls: type, args: argparse.Namespace) -> Any:
     """Build `cls` from the parsed flags; its `__post_init__` refuses what cannot work."""
     values = {f.name: getattr(args, f.name) for f in dataclasses.fields(cls)}
     return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+
+
+def _or_none(kind: type) -> Callable[[str], Any]:
+    """The word "none" takes back a number that a recipe sets."""
+    def convert(word: str):
+        return None if word.lower() == "none" else kind(word)
+    convert.__name__ = kind.__name__        # argparse's message for a bad word
+    return convert
 
 
 def _scalar_type(hint: Any) -> type:

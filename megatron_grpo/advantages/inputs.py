@@ -37,3 +37,4 @@ class AdvantageInputs:
     columns: tuple[tuple[int, ...], ...] = ((0,),)  # the chunks that each CP rank holds, ascending (parallel.layout.columns)
     cp_group: "torch.distributed.ProcessGroup | None" = None            # the shards of one sequence
     dp_cp_group: "torch.distributed.ProcessGroup | None" = None         # all ranks that hold different tokens
+    sample_group: "torch.distributed.ProcessGroup | None" = None        # ranks whose _N arrays are disjoint; None: they are the whole step
