@@ -68,7 +68,7 @@ def accept(sample_id: int | str, payload: str | bytes, spec: RouteSpec, *, token
     keys = (dtype_key,) if dtype_key is not None else ("int32", None)     # without a key, any shape in int32 before a narrower dtype
     shape = next(((r, n, k) for k in keys for r in row_counts for n in layer_counts if fits(r, n, key=k)), None)
     if shape is None:
-        raise _misshapen(sample_id, wire_size(payload), spec, tokens, start, fits)
+        raise _misshapen(sample_id, wire_size(payload), spec, tokens, start, dtype_key)
     rows, layers, key = shape
     try:
         routes = decode_sglang(payload, layers=layers, topk=spec.topk, rows=rows, num_experts=spec.num_experts, dtype_key=key)
@@ -130,29 +130,6 @@ def audit(sample_id: int | str, routes: np.ndarray, spec: RouteSpec, *, tokens: 
     return routes
 
 
-def merge(sample_id: int | str, segments: list[tuple[int, np.ndarray]], tokens: int) -> np.ndarray:
-    """Join the route segments of a multi-turn or partial rollout into rows 0 .. N - 2.
-
-    Positions that no segment covers (a request aborted before it ran) become MISSING.
-
-    Args:
-        segments: (start, [rows, L, K]) in the order of the requests; a later one starts at or after the earlier one's end.
-        tokens: N.
-
-    Raises:
-        RouteAuditError: segments overlap or run past the sample: two requests claim one position.
-    """
-    merged = np.full((tokens - 1, *segments[0][1].shape[1:]), MISSING, segments[0][1].dtype)
-    end = 0
-    for start, rows in segments:
-        if start < end or start + len(rows) > tokens:
-            raise RouteAuditError(sample_id, f"{len(rows)} rows from position {start}, but {end} rows of {tokens} tokens are held",
-                                  "routed_experts_start_len was not the number of rows already held", position=start)
-        end = min(start + len(rows), tokens - 1)
-        merged[start:end] = rows[:end - start]
-    return merged
-
-
 def forget(routes: np.ndarray, stop: int) -> np.ndarray:
     """A copy whose rows before `stop` are MISSING.
 
@@ -166,6 +143,7 @@ def forget(routes: np.ndarray, stop: int) -> np.ndarray:
 
 _ROWS = ("the answer was truncated, or is another request's (SGLang 0.5.7 to 0.5.12 mix up batches in which only some requests ask for "
          "routes), or ignores routed_experts_start_len (SGLang before 0.5.12)")
+_FUSED = "shared experts are fused into the routed ones (start the engine with --disable-shared-experts-fusion)"
 _LAYERS = "the engine serves another model, or counts MTP layers as decoder layers"
 _UNCAPTURED = ("the layer was not captured: the engine is pipeline-parallel, or runs a MoE backend that routes inside its kernel "
                "(--moe-runner-backend flashinfer_trtllm, flashinfer_mxfp4, triton_kernel), or the layer is hash-routed")
@@ -188,18 +166,21 @@ def _out_of_range(sample_id, layer, position, value, spec):
                            layer=int(layer), position=int(position))
 
 
-def _misshapen(sample_id, nbytes, spec, tokens, start, fits):
-    """No expected shape has `nbytes` bytes: say which one number would explain the size."""
-    rows, layer_counts = tokens - 1 - start, (spec.num_layers, len(spec.moe_layers))
-    expected = f"{nbytes} bytes, expected {rows} rows x {spec.num_layers} layers x {spec.topk} experts in int32 (or a narrower dtype)"
-    for extra in range(1, 9):
-        if any(fits(r, n, spec.topk + extra) for r in (rows, rows + 1) for n in layer_counts):
-            return RouteAuditError(sample_id, f"{expected}: fits {spec.topk + extra} experts a token",
-                                   "shared experts are fused into the routed ones (start the engine with --disable-shared-experts-fusion)")
-    for n in range(1, 2 * spec.num_layers + 1):
-        if fits(rows, n):
-            return RouteAuditError(sample_id, f"{expected}: fits {n} layers", _LAYERS)
-    for n in range(1, 4 * spec.topk + 1):
-        if fits(rows, spec.num_layers, n):
-            return RouteAuditError(sample_id, f"{expected}: fits {n} experts a token", "the engine serves a model with another top-k")
-    return RouteAuditError(sample_id, f"{expected}: {nbytes // (spec.num_layers * spec.topk * 4)} rows in int32", _ROWS)
+def _misshapen(sample_id, nbytes, spec, tokens, start, dtype_key):
+    """No expected shape has this size: name every single change that would explain it."""
+    size = wire_dtype(0, 0, dtype_key).itemsize        # of the key, else int32
+    count, rows = nbytes // size, tokens - 1 - start
+    readings = []
+    for layers in dict.fromkeys((spec.num_layers, len(spec.moe_layers))):
+        if count % (layers * spec.topk) == 0:
+            readings.append((f"{count // (layers * spec.topk)} rows", _ROWS))
+        if rows > 0 and count % (rows * layers) == 0 and count > rows * layers * spec.topk:
+            readings.append((f"{count // (rows * layers)} experts a token", f"{_FUSED}, or the engine serves a model with another top-k"))
+        elif rows > 0 and count % (rows * layers) == 0:
+            readings.append((f"{count // (rows * layers)} experts a token", "the engine serves a model with another top-k"))
+    if rows > 0 and count % (rows * spec.topk) == 0:
+        readings.append((f"{count // (rows * spec.topk)} layers", _LAYERS))
+    readings = readings or [("no shape", "the answer was cut on its way")]
+    return RouteAuditError(
+        sample_id, f"{nbytes} bytes, expected {rows} rows x {spec.num_layers} layers x {spec.topk} experts x {size} bytes",
+        "; or ".join(dict.fromkeys(f"as {reading}: {cause}" for reading, cause in readings)))

@@ -1,11 +1,10 @@
-"""The wire format of routed experts: what SGLang sends, and our own.
+"""What SGLang sends for routed experts, decoded into what we hold.
 
 Routes are an integer array [rows, L, K]: row i holds the K experts of each of L layers that token i used when it was the
 model's input. At rest they have the narrowest signed dtype that holds every expert id and MISSING.
 """
 
 import os
-import struct
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -15,8 +14,6 @@ MISSING = -1
 """A (row, layer) without a route has MISSING in all K places; the trainer then routes it natively."""
 
 _BLOCK = 1 << 19        # numbers a pass: the decoded block stays in the L2 cache while it is checked and narrowed
-_MAGIC = b"MGR1"
-_HEADER = struct.Struct("<4s4sIII")      # magic, dtype, rows, layers, topk
 _WIRE = {name: np.dtype(name).newbyteorder("<") for name in ("int8", "uint8", "int16", "uint16", "int32", "int64")}
 
 
@@ -119,25 +116,3 @@ def decode_sglang(text: str | bytes, *, layers: int, topk: int, rows: int, num_e
             for _ in pool.map(lambda run: [decode_block(start) for start in run], runs):
                 pass
     return out.reshape(rows, layers, topk)
-
-
-def encode(routes: np.ndarray) -> bytes:
-    """Our transport: a 20-byte header (dtype and shape), then the array's bytes as they are at rest."""
-    routes = np.ascontiguousarray(routes, routes.dtype.newbyteorder("<"))
-    return _HEADER.pack(_MAGIC, routes.dtype.str[1:].encode(), *routes.shape) + routes.data.cast("B")
-
-
-def decode(buffer: bytes | bytearray | memoryview) -> np.ndarray:
-    """Inverse of `encode`, without a copy: the result is a view of `buffer`.
-
-    Raises:
-        RouteWireError: not an `encode`d payload, or cut short.
-    """
-    if len(buffer) < _HEADER.size or bytes(buffer[:4]) != _MAGIC:
-        raise RouteWireError("not a routes payload: it does not start with MGR1")
-    _, name, *shape = _HEADER.unpack_from(buffer)
-    dtype = np.dtype("<" + name.rstrip(b"\0").decode())
-    count = int(np.prod(shape))
-    if len(buffer) != _HEADER.size + count * dtype.itemsize:
-        raise RouteWireError(f"{len(buffer) - _HEADER.size} bytes of routes where {count * dtype.itemsize} were announced")
-    return np.frombuffer(buffer, dtype, count, _HEADER.size).reshape(shape)

@@ -46,22 +46,22 @@ def compare(replayed: RoutesShare, own: RoutesShare, unrouted_T: torch.Tensor) -
     """Replayed experts against the router's own top-k on the same scores.
 
     Args:
-        replayed: what the engine reported.
-        own: the native choice, of the same layers in any order.
+        replayed: what the engine reported; may have more layers (those of other virtual stages).
+        own: the native choice.
         unrouted_T: [T] bool rows that are not compared (placement.unrouted).
 
     Raises:
-        ValueError: other layers.
+        ValueError: `replayed` lacks a layer of `own`.
     """
-    if set(replayed.layers) != set(own.layers):
+    if not set(own.layers) <= set(replayed.layers):
         raise ValueError(f"replayed layers {sorted(replayed.layers)}, own {sorted(own.layers)}")
-    order = [own.layers.index(n) for n in replayed.layers]
-    a_TLK, b_TLK = replayed.experts_TLK, own.experts_TLK[:, order].to(replayed.experts_TLK.device)
+    columns = [replayed.layers.index(n) for n in own.layers]
+    a_TLK, b_TLK = replayed.experts_TLK[:, columns].to(own.experts_TLK.device), own.experts_TLK
     missing_TL = (a_TLK[..., 0] < 0) & ~unrouted_T[:, None]
     counted_TL = ~missing_TL & ~unrouted_T[:, None]
     common_TL = sum(((a_TLK == b_TLK[..., k:k + 1]).any(-1).float() for k in range(b_TLK.shape[-1])), torch.zeros_like(counted_TL).float())
     agreement_TL = common_TL / a_TLK.shape[-1] * counted_TL
-    return RouteMismatch(replayed.layers, counted_TL, (common_TL < a_TLK.shape[-1]) & counted_TL, agreement_TL, missing_TL.sum(0).float())
+    return RouteMismatch(own.layers, counted_TL, (common_TL < a_TLK.shape[-1]) & counted_TL, agreement_TL, missing_TL.sum(0).float())
 
 
 def mismatch_metrics(parts: Sequence[RouteMismatch], pp_group: dist.ProcessGroup | None = None) -> dict[str, Metric]:

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..routing.audit import RouteSpec
@@ -42,10 +41,11 @@ class Forward:
         compare: also keep what the routers would have chosen.
         unrouted_T: [T] bool rows whose experts are spread, and which no statistic counts; or None.
         quiet: no auxiliary loss.
+        topk: K.
     """
 
-    def __init__(self, routes: RoutesShare | None, record: bool, compare: bool, unrouted_T: torch.Tensor | None, quiet: bool):
-        self.routes, self.record, self.compare, self.unrouted_T, self.quiet = routes, record, compare, unrouted_T, quiet
+    def __init__(self, routes: RoutesShare | None, record: bool, compare: bool, unrouted_T: torch.Tensor | None, quiet: bool, topk: int):
+        self.routes, self.record, self.compare, self.unrouted_T, self.quiet, self.topk = routes, record, compare, unrouted_T, quiet, topk
         self.chosen: dict[int, torch.Tensor] = {}       # layer -> [T, K] narrow; the recompute takes it from here
         self.native: dict[int, torch.Tensor] = {}
 
@@ -57,7 +57,7 @@ class Forward:
         return self.chosen[layer].long()
 
     def _choose(self, layer, scores, native):
-        narrow = torch.from_numpy(np.empty(0, route_dtype(scores.shape[1]))).dtype
+        narrow = getattr(torch, route_dtype(scores.shape[1]).name)
         if self.unrouted_T is not None and len(self.unrouted_T) != len(scores):
             raise ValueError(f"layer {layer} sees {len(scores)} rows, but unrouted_T has {len(self.unrouted_T)}")
         if self.routes is None:
@@ -81,8 +81,11 @@ class Forward:
                 return torch.where(replayed[:, :1] < 0, own, replayed)
         return replayed
 
-    def _share(self, by_layer: dict[int, torch.Tensor]) -> RoutesShare:
+    def share(self, by_layer: dict[int, torch.Tensor]) -> RoutesShare:
+        """`chosen` or `native` as one array; without columns for a chunk without routers."""
         layers = tuple(sorted(by_layer))
+        if not layers:
+            return RoutesShare(torch.empty(0 if self.unrouted_T is None else len(self.unrouted_T), 0, self.topk, dtype=torch.int8), ())
         return RoutesShare(torch.stack([by_layer[n] for n in layers], dim=1), layers)
 
 
@@ -94,13 +97,13 @@ class Capture:
 
     @property
     def routes(self) -> RoutesShare | None:
-        """The experts that were used, on the device; None when not recorded or when the chunk has no MoE layer."""
-        return self._forward._share(self._forward.chosen) if self._forward.record and self._forward.chosen else None
+        """The experts that were used, on the device; None when not recorded."""
+        return self._forward.share(self._forward.chosen) if self._forward.record else None
 
     @property
     def own(self) -> RoutesShare | None:
         """The experts that the routers would have chosen, for routing.mismatch.compare; None when not asked for."""
-        return self._forward._share(self._forward.native) if self._forward.native else None
+        return self._forward.share(self._forward.native) if self._forward.compare else None
 
 
 class LayerReplay:
@@ -165,7 +168,8 @@ class RouterReplay:
         Raises:
             RuntimeError: a router of the chunk was not asked; something bypasses replay.
         """
-        running = Forward(routes, record, compare and routes is not None, unrouted_T, self._no_aux_loss and routes is not None)
+        running = Forward(routes, record, compare and routes is not None, unrouted_T, self._no_aux_loss and routes is not None,
+                          self.spec.topk)
         token = _RUNNING.set(running)
         try:
             yield Capture(running)
