@@ -19,6 +19,8 @@ class AdvantageConfig:
         "grpo", "rloo", "reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo", "opo", "gpg", "passk", "gspo", "cispo"))
     advantage_std: str | None = setting(None, "std that a group's rewards are divided by; when not given, sample for grpo, gdpo and passk, "
                                         "else none", choices=("sample", "population", "leave_one_out", "batch", "none"))
+    advantage_baseline: str | None = setting(None, "what grpo and gdpo subtract: the mean of the group, or that of the other samples; "
+                                             "mean when not given", choices=("mean", "leave_one_out"))
     advantage_eps: float = setting(1e-6, "added to the std of the rewards; for gdpo also to that of the batch")
     singleton_advantage: str = setting("zero", "advantage of a group of one: zero, or its reward (mean 0, std 1)",
                                        choices=("zero", "reward"))
@@ -36,6 +38,11 @@ class AdvantageConfig:
     normalize_advantages: bool = setting(False, "whiten advantages over all tokens of all data-parallel and context-parallel ranks")
     whiten_std: str = setting("sample", "std that whitening divides by", choices=("sample", "population"))
     advantage_clip: float | None = setting(None, "clip advantages to [-x, x], after whitening")
+
+    @property
+    def baseline(self) -> str:
+        return self.advantage_baseline or {"rloo": "leave_one_out", "opo": "length", "passk": "second_best"}.get(
+            self.advantage_estimator, "mean")
 
     @property
     def group_std(self) -> str:
@@ -128,6 +135,7 @@ class RewardConfig:
                                        "0 is off", unit="tokens")
     overlong_penalty_factor: float = setting(1.0, "soft overlong punishment at the end of the ramp")
     overlong_unbounded: bool = setting(False, "let the punishment grow beyond its factor on longer responses, as in verl and NeMo-RL")
+    stop_properly_penalty_coef: float | None = setting(None, "reward of a truncated sample: times this, or this itself if negative")
     overlong_filter: bool = setting(False, "mask truncated samples out of the loss")
 
 

@@ -78,9 +78,11 @@ VALUES = [
 
 PAIRS = [
     # baseline and rewards
-    Rule(("advantage_estimator", "reward_scale", "reward_clip"),
-         lambda v: v.advantage_estimator == "gdpo" and (v.reward_scale != 1 or v.reward_clip is not None),
-         "--advantage-estimator gdpo normalises the raw rewards one by one and never sees their sum: drop --reward-scale and --reward-clip"),
+    Rule(("advantage_estimator", "reward_scale", "reward_clip", "stop_properly_penalty_coef"),
+         lambda v: v.advantage_estimator == "gdpo" and (
+             v.reward_scale != 1 or v.reward_clip is not None or v.stop_properly_penalty_coef is not None),
+         "--advantage-estimator gdpo normalises raw rewards one by one, never their sum: drop --reward-scale, --reward-clip and "
+         "--stop-properly-penalty-coef"),
     Rule(("advantage_estimator", "gdpo_reward_keys"), lambda v: v.advantage_estimator == "gdpo" and len(set(v.gdpo_reward_keys)) < 2,
          "--advantage-estimator gdpo normalises two or more different rewards one by one, and --gdpo-reward-keys names {gdpo_reward_keys}: "
          "name them, or use --advantage-estimator grpo, which is the same with one reward"),
@@ -156,6 +158,8 @@ UNUSED = [
            lambda v: v.advantage_estimator == "gdpo", "only --advantage-estimator gdpo reads it"),
     Unused(("advantage_std", "singleton_advantage"), ("advantage_estimator",), lambda v: v.advantage_estimator in GROUP_ESTIMATORS,
            "--advantage-estimator {advantage_estimator} has no group baseline"),
+    Unused(("advantage_baseline",), ("advantage_estimator",), lambda v: v.advantage_estimator in ("grpo", "gdpo"),
+           "--advantage-estimator {advantage_estimator} has its own baseline"),
     Unused(("advantage_eps",), ("advantage_std",), lambda v: v.group_std != "none" or v.advantage_estimator == "gdpo",
            "no std is divided by: give --advantage-std"),
     Unused(("kl_penalty",), ("kl_coef",), lambda v: v.kl_coef != 0 or v.kl_form == "return_to_go", "--kl-coef is 0"),
@@ -167,8 +171,8 @@ UNUSED = [
            "nothing is whitened: add --normalize-advantages"),
     Unused(("overlong_penalty_factor", "overlong_unbounded"), ("overlong_buffer_len",), lambda v: v.overlong_buffer_len > 0,
            "there is no soft overlong punishment: give --overlong-buffer-len"),
-    Unused(("reward_scale", "reward_clip", "overlong_buffer_len", "overlong_penalty_factor", "overlong_unbounded"),
-           ("custom_reward_post_process_path",), lambda v: v.custom_reward_post_process_path is None,
+    Unused(("reward_scale", "reward_clip", "stop_properly_penalty_coef", "overlong_buffer_len", "overlong_penalty_factor",
+            "overlong_unbounded"), ("custom_reward_post_process_path",), lambda v: v.custom_reward_post_process_path is None,
            "--custom-reward-post-process-path replaces reward shaping"),
     Unused(("kl_loss_type",), ("use_kl_loss", "kl_coef"), lambda v: v.use_kl_loss or v.kl_coef != 0,
            "there is no KL: add --use-kl-loss (KL in the loss) or --kl-coef (KL in the reward)"),
@@ -184,7 +188,8 @@ UNUSED = [
     Unused(("ratio",), ("surrogate",), lambda v: v.surrogate not in OWN_RATIO, "--surrogate {surrogate} has its own ratio"),
     *[Unused(names, ("surrogate",), lambda v, users=users: v.surrogate in users, f"only --surrogate {' or '.join(users)} reads it")
       for names, users in ((("sapo_tau_pos", "sapo_tau_neg"), ("sapo",)),
-                           (("clip_cov_ratio", "clip_cov_low", "clip_cov_high"), ("clip_cov",)), (("kl_cov_ratio", "kl_cov_coef"), ("kl_cov",)), (("dppo_ratio_max",), ("dppo_tv", "dppo_kl")),
+                           (("clip_cov_ratio", "clip_cov_low", "clip_cov_high"), ("clip_cov",)),
+                           (("kl_cov_ratio", "kl_cov_coef"), ("kl_cov",)), (("dppo_ratio_max",), ("dppo_tv", "dppo_kl")),
                            (("dro_beta",), ("dro",)),
                            (("vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg"), ("vespo",)))],
     Unused(("surrogate",), ("custom_pg_loss_path",), lambda v: v.custom_pg_loss_path is None, "--custom-pg-loss-path replaces it"),

@@ -1,6 +1,7 @@
 """From the rewards of a step to the advantage of every token: baseline, KL in the reward, returns, whitening, clipping."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,7 @@ def compute_advantages(inputs: AdvantageInputs, config, hooks=None) -> tuple[tor
     if c.kl_form == "sequence" and c.kl_coef != 0:
         inputs = replace(inputs, reward_N=inputs.reward_N - c.kl_coef * _sum_over_samples(inputs, kl_T).to(inputs.reward_N.dtype))
     estimate_N, metrics = sample_advantage(inputs, c)
-    inputs = replace(inputs, estimate_N=estimate_N.float())
+    inputs = replace(inputs, estimate_N=estimate_N.to(inputs.reward_N.dtype))
 
     hook = getattr(hooks, "advantage", None)
     advantage_T = hook(inputs, c) if hook is not None else _token_advantage(inputs, c)
@@ -66,11 +67,10 @@ def sample_advantage(inputs: AdvantageInputs, c: AdvantageConfig) -> tuple[torch
         return groups.reward_N, metrics
 
     lengths_N = _sum_over_samples(inputs, torch.ones_like(inputs.mask_T, dtype=torch.float32)) if c.advantage_estimator == "opo" else None
-    baseline = {"rloo": "leave_one_out", "opo": "length", "passk": "second_best"}.get(c.advantage_estimator, "mean")
 
     def advantage(groups):
         std = "none" if c.group_std == "batch" else c.group_std
-        out_N = group_advantage(groups, baseline=baseline, std=std, eps=c.advantage_eps, singleton=c.singleton_advantage,
+        out_N = group_advantage(groups, baseline=c.baseline, std=std, eps=c.advantage_eps, singleton=c.singleton_advantage,
                                 tokens_N=lengths_N)
         if c.group_std == "batch":
             _, variance = moments(groups.reward_N, inputs.valid_N, inputs.sample_group)
@@ -105,19 +105,21 @@ def _token_advantage(inputs: AdvantageInputs, c: AdvantageConfig) -> torch.Tenso
     if c.kl_form != "return_to_go":
         spread_T = estimate_S[inputs.seq_T]
         return spread_T if penalty_T is None else spread_T + penalty_T
+    returns = partial(discounted_returns, seq_T=inputs.seq_T, num_seqs=inputs.num_seqs, chunk_T=inputs.chunk_T, columns=inputs.columns,
+                      cp_group=inputs.cp_group)
     step_T = inputs.mask_T
-    if c.gamma_tool_tokens and inputs.position_T is not None:
-        within_T = inputs.position_T + 1 - inputs.prompt_length_S[inputs.seq_T]
-        step_T = (inputs.position_T >= 0) & (within_T >= 0) & (inputs.position_T + 1 < inputs.length_S[inputs.seq_T])
-    r_T = torch.zeros_like(inputs.mask_T, dtype=torch.float32) if penalty_T is None else penalty_T
-    return discounted_returns(r_T, step_T, inputs.seq_T, inputs.num_seqs, c.gamma, estimate_S, chunk_T=inputs.chunk_T,
-                              columns=inputs.columns, cp_group=inputs.cp_group)
+    if c.gamma_tool_tokens and c.gamma != 1:        # every token from the first to the last that the policy chose
+        step_T = step_T | (returns(step_T.float(), step_T) > 0)
+    r_T = estimate_S.new_zeros(len(step_T)) if penalty_T is None else penalty_T
+    return returns(r_T, step_T, gamma=c.gamma, final_S=estimate_S)
 
 
 def _token_kl(inputs: AdvantageInputs, config) -> torch.Tensor | None:
     """[T] estimate of KL(old || ref), 0 where masked; None without --kl-coef."""
     if config.advantage.kl_coef == 0:
         return None
+    if inputs.kl_T is not None:
+        return torch.where(inputs.mask_T, inputs.kl_T, 0)
     old_T = inputs.rollout_logp_T if config.correction.use_rollout_logprobs else inputs.old_logp_T
     if old_T is None or inputs.ref_logp_T is None:
         raise ValueError("--kl-coef needs the log-probs of the policy and of the reference, and this step lacks them")

@@ -26,7 +26,7 @@ class AdvantageInputs:
     rollout_N: torch.Tensor | None = None   # int64 rollout id; siblings of one rollout count once in a group
     is_advantage: bool = False              # reward_N already is the advantage (a reward post-process hook made it)
     estimate_N: torch.Tensor | None = None  # what the built-in baseline gives each sample; set before a hook is called
-    kl_T: torch.Tensor | None = None        # k1 = old_logp - ref_logp, or another estimator, in nats
+    kl_T: torch.Tensor | None = None        # KL to the reference in nats; from old and reference log-probs when not given
     old_logp_T: torch.Tensor | None = None
     ref_logp_T: torch.Tensor | None = None
     rollout_logp_T: torch.Tensor | None = None

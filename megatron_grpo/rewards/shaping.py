@@ -17,7 +17,7 @@ OVERLONG = "overlong"       # the punishment's name among a sample's rewards
 def shape_rewards(samples: Sequence[Sample], config: RewardConfig, max_response_len: int, post_process: Callable | None = None) -> bool:
     """Set `reward`, and clear `loss_mask` of the samples that are not trained on; `reward` is raw before.
 
-        reward = clip(scale * raw, -x, x) + punishment
+        reward = clip(scale * raw, -x, x), of a truncated sample times a coefficient, plus the soft overlong punishment
 
     Args:
         samples: finished ones, of whole groups.
@@ -42,6 +42,9 @@ def shape_rewards(samples: Sequence[Sample], config: RewardConfig, max_response_
         sample.reward *= config.reward_scale
         if config.reward_clip is not None:
             sample.reward = min(max(sample.reward, -config.reward_clip), config.reward_clip)
+        coefficient = config.stop_properly_penalty_coef
+        if coefficient is not None and sample.status is Status.TRUNCATED:
+            sample.reward = coefficient * sample.reward if coefficient >= 0 else coefficient
         if config.overlong_buffer_len:
             sample.rewards[OVERLONG] = overlong_punishment(sample.response_length, max_response_len, config.overlong_buffer_len,
                                                            config.overlong_penalty_factor, bounded=not config.overlong_unbounded)
