@@ -10,6 +10,7 @@ import tempfile
 import torch.distributed as dist
 
 from ..rollout.client import SGLangClient
+from ..rollout.responses import ServedModel
 from ..rollout.server import LocalServer
 from ..weights.publish import WeightPublisher
 from .build import Trained
@@ -38,8 +39,7 @@ class EngineLink:
                 os.makedirs(self.directory, exist_ok=True)
                 self.server = LocalServer.from_config(engine, self.settings.weights.hf_checkpoint,
                                                       routes=self.settings.routing.use_rollout_routing_replay,
-                                                      device=self.settings.trainer.platform,
-                                                      log=os.path.join(self.directory, "sglang.log"))
+                                                      log_directory=self.directory)
                 self.server.launch()
                 self.urls = [self.server.url]
             except Exception as failure:
@@ -62,6 +62,7 @@ class EngineLink:
         agree(self.groups, box[0])
         if self.groups.is_leader:
             try:
+                self.model_type = trained.hf_config.get("model_type")
                 self.events = EventLoop()
                 self.client = self.events.run(self._client(replay))
             except Exception as failure:
@@ -71,14 +72,16 @@ class EngineLink:
         self.publisher = WeightPublisher(trained.live, trained.hf_config, self.settings.weights, where, self.settings.engine.api_key)
 
     async def _client(self, replay) -> SGLangClient:
-        raise NotImplementedError
+        routes = replay.spec if self.settings.routing.use_rollout_routing_replay else None
+        client = SGLangClient(self.settings.engine, ServedModel(self.args.vocab_size, routes, self.model_type), self.urls)
+        return await client.start()
 
     def publish(self, trained: Trained, version: int) -> None:
         """Bring the engines to the model's weights; those that cannot follow are not sampled from until they do."""
         with trained.whole_parameters():
             report = self.publisher.publish(self.urls, str(version))
         if self.client is not None:
-            self.events.run(self.client.expect(report))
+            self.events.run(self.client.expect(report.version, report.left_out))
 
     def close(self) -> None:
         if self.client is not None:

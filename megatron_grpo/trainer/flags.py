@@ -13,6 +13,7 @@ from ..algorithms import AlgorithmChoice, resolve_algorithm
 from ..config import AdvantageConfig, CorrectionConfig, GRPOConfig, KLConfig, LossConfig, RewardConfig
 from ..hooks import HookConfig
 from ..parallel.config import PackingConfig
+from ..rewards.config import VerifierConfig
 from ..rollout.config import EngineConfig, PromptConfig, RolloutConfig
 from ..routing.config import RoutingConfig
 from ..settings import ConfigError, add_arguments, from_namespace
@@ -24,7 +25,7 @@ GROUPS = {
     "GRPO: run": (TrainerConfig,),
     "GRPO: algorithm": (AlgorithmChoice, AdvantageConfig, LossConfig, KLConfig, CorrectionConfig, RewardConfig),
     "GRPO: hooks by import path": (HookConfig,),
-    "GRPO: prompts and rollout": (PromptConfig, RolloutConfig),
+    "GRPO: prompts, rollout and rewards": (PromptConfig, RolloutConfig, VerifierConfig),
     "GRPO: inference engine": (EngineConfig,),
     "GRPO: weights": (WeightsConfig,),
     "GRPO: routing replay": (RoutingConfig,),
@@ -41,10 +42,16 @@ class Settings:
     hooks: HookConfig
     prompts: PromptConfig
     rollout: RolloutConfig
+    verifier: VerifierConfig
     engine: EngineConfig
     weights: WeightsConfig
     routing: RoutingConfig
     packing: PackingConfig
+
+
+# A warm start is the plain REINFORCE loss with advantage 1 on the labels: the mean negative log-likelihood of their tokens.
+SUPERVISED = GRPOConfig(advantage=AdvantageConfig(advantage_estimator="reinforce"),
+                        loss=LossConfig(ratio="none", surrogate="reinforce", reducer="token_mean"))
 
 
 def add_grpo_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -86,13 +93,15 @@ def resolve(args: argparse.Namespace) -> Settings:
     Raises:
         ConfigError: a setting, or a pair of settings, that cannot work.
     """
+    trainer = from_namespace(TrainerConfig, args)
     settings = Settings(
-        algorithm=resolve_algorithm(args), trainer=from_namespace(TrainerConfig, args), hooks=from_namespace(HookConfig, args),
+        algorithm=resolve_algorithm(args) if trainer.loss_type == "policy_loss" else SUPERVISED, trainer=trainer,
+        verifier=from_namespace(VerifierConfig, args), hooks=from_namespace(HookConfig, args),
         prompts=from_namespace(PromptConfig, args), rollout=from_namespace(RolloutConfig, args), engine=from_namespace(EngineConfig, args),
         weights=from_namespace(WeightsConfig, args), routing=from_namespace(RoutingConfig, args), packing=from_namespace(PackingConfig, args))
+    _model_from_hf(args, settings.weights)
     if settings.trainer.platform == "cpu":
         platform_cpu.check(args)
-    _model_from_hf(args, settings.weights)
     _batch_size(args, settings)
     if args.pipeline_model_parallel_size > 1:
         args.variable_seq_lengths = True        # micro-batches differ in length

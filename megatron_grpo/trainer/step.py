@@ -19,25 +19,32 @@ class StepResult:
     outputs: list
 
 
-def run_schedule(model: list, microbatches: list[MicroBatch], context: StepContext, forward_only: bool) -> None:
+def data_iterators(model: list, microbatches: list[MicroBatch], context: StepContext):
+    """What Megatron's schedules read: the same micro-batches for each virtual stage, and rewindable for Megatron's reruns."""
+    from megatron.core.rerun_state_machine import RerunDataIterator
+
+    for mb in microbatches:
+        mb.context = context
+    iterators = [RerunDataIterator(iter(microbatches)) for _ in model]
+    return iterators if len(model) > 1 else iterators[0]
+
+
+def run_schedule(model: list, iterators, context: StepContext, forward_only: bool) -> None:
     """All micro-batches through the model under the job's pipeline schedule."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.training import get_args
 
     args = get_args()
-    for mb in microbatches:
-        mb.context = context
-    iterators: list = [iter(microbatches) for _ in model]      # each virtual stage reads the same micro-batches
     with torch.no_grad() if forward_only else torch.enable_grad():
         get_forward_backward_func()(
-            forward_step_func=forward_step, data_iterator=iterators if len(model) > 1 else iterators[0], model=model,
-            num_microbatches=len(microbatches), seq_length=args.seq_length, micro_batch_size=args.micro_batch_size,
+            forward_step_func=forward_step, data_iterator=iterators, model=model, num_microbatches=context.num_microbatches, seq_length=args.seq_length, micro_batch_size=args.micro_batch_size,
             decoder_seq_length=args.seq_length, forward_only=forward_only, collect_non_loss_data=forward_only)
 
 
 def logprob_pass(model: list, microbatches: list[MicroBatch], context: StepContext, target: str, routing: str = "native") -> None:
     """Fill `target` ("old_logp_T" or "ref_logp_T") of every micro-batch on the last pipeline stage, without gradient."""
-    run_schedule(model, microbatches, replace(context, target=target, routing=routing, num_microbatches=len(microbatches)), forward_only=True)
+    context = replace(context, target=target, routing=routing, num_microbatches=len(microbatches))
+    run_schedule(model, data_iterators(model, microbatches, context), context, forward_only=True)
 
 
 def optimizer_step(model: list, optimizer, scheduler, microbatches: list[MicroBatch], context: StepContext, increment: int,
@@ -50,11 +57,18 @@ def optimizer_step(model: list, optimizer, scheduler, microbatches: list[MicroBa
     Raises:
         FloatingPointError: the gradient norm is not finite, and no loss scaler skipped the step.
     """
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
+
     context = replace(context, target=None, routing=routing, num_microbatches=len(microbatches), outputs=[])
-    for chunk in model:
-        chunk.zero_grad_buffer()
-    optimizer.zero_grad()
-    run_schedule(model, microbatches, context, forward_only=False)
+    iterators, machine = data_iterators(model, microbatches, context), get_rerun_state_machine()
+    while machine.should_run_forward_backward(iterators):      # again when Megatron doubts a result (--rerun-mode)
+        context.outputs.clear()
+        for chunk in model:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        run_schedule(model, iterators, context, forward_only=False)
+    if (stop := machine.should_checkpoint_and_exit())[1]:
+        raise RuntimeError(f"Megatron's rerun state machine asks to stop with code {stop[2]}: see its report above")
     updated, grad_norm = _agree(*optimizer.step()[:2])
     if updated and not math.isfinite(grad_norm):
         raise FloatingPointError(f"the gradient norm is {grad_norm}: see the loss and mismatch metrics of this step")
