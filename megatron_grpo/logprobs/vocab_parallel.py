@@ -99,6 +99,8 @@ def vocab_parallel_logprob(
                   chunk_size=chunk_size)
     if kernel is None:
         kernel = logits_TV.is_cuda and logits_TV.dtype != torch.float64
+    if kernel and logits_TV.stride(1) != 1:
+        logits_TV = logits_TV.contiguous()
     logp_T, entropy_T = _LogProb.apply(logits_TV, target_T, shard, vocab_size, tp_group, with_entropy, entropy_grad,
                                        inplace_grad and not logits_TV.is_leaf, kernel)
     return logp_T, entropy_T if with_entropy else None
