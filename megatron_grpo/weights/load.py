@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from ..settings import ConfigError
+from .hf_config import read_hf_config
 from .live import LiveModel
 from .safetensors_dir import SafetensorsDirectory
-from .hf_config import read_hf_config
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from ..settings import ConfigError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-NOT_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", INDEX, "pytorch_model.bin.index.json", "config.json")
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
 
 def has_weights(path: str | os.PathLike) -> bool:
@@ -86,7 +86,7 @@ class SafetensorsWriter:
         """On one rank, when all have written: index, config.json, the tokenizer's files of `copy_from`; then the rename."""
         if copy_from is not None:
             for file in sorted(Path(copy_from).iterdir()):
-                if file.is_file() and not file.name.endswith(NOT_WEIGHTS):
+                if file.is_file() and file.name != "config.json" and not file.name.endswith(WEIGHTS):
                     shutil.copy2(file, self.partial / file.name)
         for name, value in (("config.json", config), (INDEX, {"metadata": {"total_size": total_bytes},
                                                               "weight_map": dict(sorted(files.items()))})):
