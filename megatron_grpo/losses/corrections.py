@@ -12,7 +12,7 @@ the step with others. KL and entropy are not weighted; --seq-logprob-error-thres
     seq_mask_tis   r if the geometric mean of r is in [lo, hi], else 0   (NeMo-RL)
     geometric      the geometric mean of r if in [lo, hi], else 0
 
-A token whose r is not a number (the engine gave -inf or NaN) has weight 0.
+A token whose r is not a finite number (the engine gave -inf or NaN) has weight 0.
 """
 
 
@@ -98,10 +98,11 @@ def needs_rollout(c: CorrectionConfig) -> bool:
 
 
 def log_mismatch(x: LossInputs, guard: LossConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log r, clamped to [--log-ratio-min, --log-ratio-max] and 0 where not a number; bool where it is one). [T], [T]"""
-    log_r_T = x.old_logp_T - x.rollout_logp_T
-    finite_T = log_r_T.isfinite()
-    return torch.where(finite_T, log_r_T, 0).clamp(guard.log_ratio_min, guard.log_ratio_max), finite_T
+    """(log r, clamped to [--log-ratio-min, --log-ratio-max] and 0 where r is not a finite number; bool where it is one). [T], [T]"""
+    difference_T = x.old_logp_T - x.rollout_logp_T
+    log_r_T = difference_T.clamp(guard.log_ratio_min, guard.log_ratio_max)
+    finite_T = difference_T.isfinite() & log_r_T.exp().isfinite()
+    return torch.where(finite_T, log_r_T, 0), finite_T
 
 
 def columns(x: LossInputs, c: CorrectionConfig, guard: LossConfig, geometric_weight: bool = False) -> Columns:

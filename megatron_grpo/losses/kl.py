@@ -35,26 +35,24 @@ def kl_loss(logp_T: torch.Tensor, old_logp_T: torch.Tensor, ref_logp_T: torch.Te
         ref_logp_T: [T] log-probs under the reference.
 
     Returns:
-        [T]; where the clamp of x acts, the weight has no gradient either.
+        [T], clamped after its weight. Where the clamp of x acts, the weight has no gradient either.
     """
     x_T = logp_T - ref_logp_T
-    inside_T = x_T.detach().abs() <= c.kl_input_clamp
-    kl_T = estimate(c.kl_loss_type, x_T.clamp(-c.kl_input_clamp, c.kl_input_clamp))
     bound = c.kl_output_clamp if c.kl_output_clamp is not None else 10.0 if c.kl_loss_type == "low_var_kl" else torch.inf
-    if not c.kl_clamp_weighted:
-        kl_T = kl_T.clamp(-bound, bound)
+    kl_T = estimate(c.kl_loss_type, _clamp(x_T, c.kl_input_clamp))
     if c.use_unbiased_kl:
-        kl_T = _weight((logp_T - old_logp_T).clamp(-c.kl_input_clamp, c.kl_input_clamp), inside_T) * kl_T
+        weight_T = _clamp(logp_T - old_logp_T, c.kl_input_clamp).exp()
     elif c.kl_gradient == "score_function":
-        kl_T = _weight(logp_T - logp_T.detach(), inside_T) * kl_T
+        weight_T = (logp_T - logp_T.detach()).exp()
     elif c.kl_gradient == "straight_through":
         k2_T = estimate("k2", x_T)
-        kl_T = kl_T.detach() + k2_T - k2_T.detach()
-    if c.kl_clamp_weighted:
-        kl_T = kl_T.clamp(-bound, bound)
-    return kl_T
+        return _clamp(kl_T.detach(), bound) + k2_T - k2_T.detach()
+    else:
+        return _clamp(kl_T, bound)
+    inside_T = x_T.detach().abs() <= c.kl_input_clamp
+    return _clamp(torch.where(inside_T, weight_T, weight_T.detach()) * kl_T, bound)
 
 
-def _weight(log_weight_T: torch.Tensor, inside_T: torch.Tensor) -> torch.Tensor:
-    weight_T = log_weight_T.exp()
-    return torch.where(inside_T, weight_T, weight_T.detach())
+def _clamp(x: torch.Tensor, bound: float) -> torch.Tensor:
+    """To [-bound, bound]; inf is off, also for the gradient of an infinite x."""
+    return x if bound == torch.inf else x.clamp(-bound, bound)

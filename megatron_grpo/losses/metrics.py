@@ -7,10 +7,13 @@ is known on every context-parallel rank, so each rank reports 1 / CP of it. `der
 
 import torch
 
+from ..config import LossConfig
 from .corrections import Correction, log_mismatch
 from .inputs import LossInputs, Metric
 from .sequence import Columns, mean_per_token
-from .surrogates import Surrogate
+
+Means = dict[str, Metric]
+Maxima = dict[str, torch.Tensor]
 
 
 def token_mean(values_T: torch.Tensor, mask_T: torch.Tensor) -> Metric:
@@ -30,26 +33,22 @@ def maximum(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.where(mask, values, -torch.inf).amax().detach() if len(values) else values.new_tensor(-torch.inf)
 
 
-def policy_metrics(x: LossInputs, ratio_T: torch.Tensor, surrogate: Surrogate | None) -> tuple[dict[str, Metric], dict[str, torch.Tensor]]:
+def policy_metrics(x: LossInputs, ratio_T: torch.Tensor, bounded: Columns) -> tuple[Means, Maxima]:
     """How far the policy moved from pi_old, and how often the clip rule acted.
 
-    clip_frac_low/high/dual: share of tokens. ratio, ratio_sq: for the mean and the effective sample size. ppo_kl: k1 of
-    KL(pi_old || pi). entropy: mean of the full entropy, where it was computed.
+    clip_frac_low/high/dual/cov: share of tokens that each rule bounds. ratio, ratio_sq: for the mean and the effective sample size.
+    ppo_kl: k1 of KL(pi_old || pi). entropy: mean of the full entropy, where it was computed.
     """
     ratio_T = ratio_T.detach()
     means = dict(ratio=token_mean(ratio_T, x.mask_T), ratio_sq=token_mean(ratio_T.square(), x.mask_T),
                  ppo_kl=token_mean(x.old_logp_T - x.logp_T, x.mask_T))
-    if surrogate is not None:
-        for name in ("low", "high", "dual"):
-            flags_T = getattr(surrogate, f"{name}_T")
-            if flags_T is not None:
-                means[f"clip_frac_{name}"] = token_mean(flags_T.float(), x.mask_T)
+    means |= {f"clip_frac_{name}": token_mean(flags_T.float(), x.mask_T) for name, flags_T in bounded.items()}
     if x.entropy_T is not None:
         means["entropy"] = token_mean(x.entropy_T, x.mask_T)
     return means, dict(ratio_max=maximum(ratio_T, x.mask_T))
 
 
-def mismatch_metrics(x: LossInputs, sums: Columns, guard) -> tuple[dict[str, Metric], dict[str, torch.Tensor]]:
+def mismatch_metrics(x: LossInputs, sums: Columns, guard: LossConfig) -> tuple[Means, Maxima]:
     """How far the trainer is from the engine, r = pi_old / mu on the sampled tokens.
 
     mismatch_k1, mismatch_k3: estimates of KL(mu || pi_old), mean(-log r) and mean(r - 1 - log r). mismatch_abs: mean |log r|.
@@ -66,7 +65,7 @@ def mismatch_metrics(x: LossInputs, sums: Columns, guard) -> tuple[dict[str, Met
     return means, dict(mismatch_abs_max=maximum(log_r_T.abs(), m), seq_logprob_error_max=maximum(error_S, x.seq_tokens_S > 0))
 
 
-def correction_metrics(x: LossInputs, correction: Correction, weighted: bool) -> dict[str, Metric]:
+def correction_metrics(x: LossInputs, correction: Correction, weighted: bool) -> Means:
     """What the correction did: masked_<rule> and masked: shares of tokens; tis_weight(_sq); tis_clip_frac: share of clipped weights."""
     means = {f"masked_{name}": token_mean(flags_T.float(), x.mask_T) for name, flags_T in correction.masked.items()}
     if weighted or correction.masked:

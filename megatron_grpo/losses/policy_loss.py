@@ -46,12 +46,12 @@ def policy_loss(inputs: LossInputs, config, hooks=None) -> LossOutput:
     means, maxima = {}, {}
 
     if pg_hook is not None:
-        out, surrogate = pg_hook(x, loss_config), None
-        pg_T = getattr(out, "loss_T", out)
+        out = pg_hook(x, loss_config)
+        pg_T, bounded = getattr(out, "loss_T", out), {}
         means |= getattr(out, "metrics", {})
     else:
         surrogate = surrogates.SURROGATES[loss_config.surrogate](x, ratio_T, sums, loss_config)
-        pg_T = surrogate.loss_T
+        pg_T, bounded = surrogate.loss_T, surrogate.bounded
 
     if tis_hook is not None:
         out = tis_hook(torch.where(x.mask_T, pg_T, 0), x, correction_config)
@@ -81,7 +81,7 @@ def policy_loss(inputs: LossInputs, config, hooks=None) -> LossOutput:
     means["loss"] = (loss.detach(), share)
 
     with torch.no_grad():
-        more, maxima = metrics.policy_metrics(x, ratio_T, surrogate)
+        more, maxima = metrics.policy_metrics(x, ratio_T, bounded)
         means |= more | metrics.correction_metrics(x, correction, correction_config.use_tis)
         if x.rollout_logp_T is not None:
             more, more_maxima = metrics.mismatch_metrics(x, sums, loss_config)

@@ -7,7 +7,7 @@ A is the advantage, r the ratio of the chosen granularity, l = log pi - log pi_o
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -19,12 +19,10 @@ from .sequence import Columns, mean_per_token
 
 @dataclass
 class Surrogate:
-    """loss_T: [T] with gradient. low_T, high_T, dual_T: [T] bool, the tokens that the lower, upper or dual clip bounds."""
+    """loss_T: [T] with gradient. bounded: [T] bool of the tokens that the lower, upper, dual or covariance rule ("cov") bounds."""
 
     loss_T: torch.Tensor
-    low_T: torch.Tensor
-    high_T: torch.Tensor
-    dual_T: torch.Tensor | None = None
+    bounded: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def bounds(c: LossConfig) -> tuple[float, float]:
@@ -38,29 +36,30 @@ def ppo(x: LossInputs, ratio_T: torch.Tensor, sums: Columns, c: LossConfig) -> S
     PPO (1707.06347, eq. 7); asymmetric bounds: DAPO (2503.14476, eq. 10); dual clip: 1912.09729.
     """
     A, (lo, hi) = x.advantage_T, bounds(c)
-    out = Surrogate(torch.maximum(-A * ratio_T, -A * ratio_T.clamp(lo, hi)), (A < 0) & (ratio_T < lo), (A > 0) & (ratio_T > hi))
+    loss_T = torch.maximum(-A * ratio_T, -A * ratio_T.clamp(lo, hi))
+    bounded = dict(low=(A < 0) & (ratio_T < lo), high=(A > 0) & (ratio_T > hi))
     if c.eps_clip_c is not None:
-        out.dual_T = (A < 0) & (ratio_T > c.eps_clip_c)
-        out.loss_T = torch.where(A < 0, torch.minimum(out.loss_T, -A * c.eps_clip_c), out.loss_T)
-    return out
+        loss_T = torch.where(A < 0, torch.minimum(loss_T, -A * c.eps_clip_c), loss_T)
+        bounded["dual"] = (A < 0) & (ratio_T > c.eps_clip_c)
+    return Surrogate(loss_T, bounded)
 
 
 def cispo(x: LossInputs, ratio_T: torch.Tensor, sums: Columns, c: LossConfig) -> Surrogate:
     """L = -sg(clip(r, lo, hi)) A log pi: clipped tokens keep their gradient. CISPO (2506.13585, eq. 4-5; there lo is off: --eps-clip 1)."""
     lo, hi = bounds(c)
     loss_T = -ratio_T.detach().clamp(lo, hi) * x.advantage_T * x.logp_T
-    return Surrogate(loss_T, ratio_T < lo, ratio_T > hi)
+    return Surrogate(loss_T, dict(low=ratio_T < lo, high=ratio_T > hi))
 
 
 def reinforce(x: LossInputs, ratio_T: torch.Tensor, sums: Columns, c: LossConfig) -> Surrogate:
     """L = -sg(r) A log pi, unbounded. REINFORCE with importance weights; with --ratio none, plain REINFORCE."""
-    return _unbounded(-ratio_T.detach() * x.advantage_T * x.logp_T)
+    return Surrogate(-ratio_T.detach() * x.advantage_T * x.logp_T)
 
 
 def sapo(x: LossInputs, ratio_T: torch.Tensor, sums: Columns, c: LossConfig) -> Surrogate:
     """L = -A (4 / tau) sigmoid(tau (r - 1)), tau by the sign of A. SAPO (2511.20347)."""
     tau_T = _by_sign(x.advantage_T, c.sapo_tau_pos, c.sapo_tau_neg)
-    return _unbounded(-x.advantage_T * torch.sigmoid(tau_T * (ratio_T - 1)) * 4 / tau_T)
+    return Surrogate(-x.advantage_T * torch.sigmoid(tau_T * (ratio_T - 1)) * 4 / tau_T)
 
 
 def gmpo(x: LossInputs, ratio_T: torch.Tensor, sums: Columns, c: LossConfig) -> Surrogate:
@@ -72,7 +71,8 @@ def gmpo(x: LossInputs, ratio_T: torch.Tensor, sums: Columns, c: LossConfig) -> 
     mean_S = mean_per_token(x, sums["gmpo_log_ratio"]).clamp(c.log_ratio_min, c.log_ratio_max)
     loss_S = -mean_per_token(x, sums["gmpo_advantage"]) * mean_S.exp()
     log_ratio_T, A = (x.logp_T - x.old_logp_T).detach(), x.advantage_T
-    return Surrogate(loss_S[x.seq_T], (A < 0) & (log_ratio_T < -c.eps_clip), (A > 0) & (log_ratio_T > _eps_high(c)))
+    bounded = dict(low=(A < 0) & (log_ratio_T < -c.eps_clip), high=(A > 0) & (log_ratio_T > _eps_high(c)))
+    return Surrogate(loss_S[x.seq_T], bounded)
 
 
 def clip_cov(x: LossInputs, ratio_T: torch.Tensor, sums: Columns, c: LossConfig, key_T: torch.Tensor | None = None) -> Surrogate:
@@ -91,7 +91,7 @@ def clip_cov(x: LossInputs, ratio_T: torch.Tensor, sums: Columns, c: LossConfig,
     candidate_T = x.mask_T & (covariance_T > c.clip_cov_low) & (covariance_T < c.clip_cov_high) & ~clipped_T
     key_T = _random_key(x.old_logp_T) if key_T is None else key_T
     chosen_T = _smallest(key_T, candidate_T, _share(x, c.clip_cov_ratio), x.cp_group)
-    return Surrogate(torch.where(chosen_T, 0, base.loss_T), base.low_T, base.high_T | chosen_T)
+    return Surrogate(torch.where(chosen_T, 0, base.loss_T), base.bounded | dict(cov=chosen_T))
 
 
 def kl_cov(x: LossInputs, ratio_T: torch.Tensor, sums: Columns, c: LossConfig) -> Surrogate:
@@ -101,7 +101,7 @@ def kl_cov(x: LossInputs, ratio_T: torch.Tensor, sums: Columns, c: LossConfig) -
     """
     chosen_T = _smallest(-_covariance(x, sums).double(), x.mask_T, _share(x, c.kl_cov_ratio), x.cp_group)
     penalty_T = c.kl_cov_coef * (x.logp_T - x.old_logp_T).abs()
-    return Surrogate(-x.advantage_T * ratio_T + torch.where(chosen_T, penalty_T, 0), torch.zeros_like(chosen_T), chosen_T)
+    return Surrogate(-x.advantage_T * ratio_T + torch.where(chosen_T, penalty_T, 0), dict(cov=chosen_T))
 
 
 def dppo_tv(x: LossInputs, ratio_T: torch.Tensor, sums: Columns, c: LossConfig) -> Surrogate:
@@ -128,7 +128,7 @@ def dppo_kl(x: LossInputs, ratio_T: torch.Tensor, sums: Columns, c: LossConfig) 
 
 def dro(x: LossInputs, ratio_T: torch.Tensor, sums: Columns, c: LossConfig) -> Surrogate:
     """L = -A log pi + beta / 2 l^2. DRO (2405.19107)."""
-    return _unbounded(-x.advantage_T * x.logp_T + c.dro_beta / 2 * (x.logp_T - x.old_logp_T).square())
+    return Surrogate(-x.advantage_T * x.logp_T + c.dro_beta / 2 * (x.logp_T - x.old_logp_T).square())
 
 
 def vespo(x: LossInputs, ratio_T: torch.Tensor, sums: Columns, c: LossConfig) -> Surrogate:
@@ -140,7 +140,7 @@ def vespo(x: LossInputs, ratio_T: torch.Tensor, sums: Columns, c: LossConfig) ->
     k_T = _by_sign(x.advantage_T, c.vespo_k_pos, c.vespo_k_neg)
     lambda_T = _by_sign(x.advantage_T, c.vespo_lambda_pos, c.vespo_lambda_neg)
     weight_T = (k_T * log_w_T + lambda_T * (1 - log_w_T.exp())).exp()
-    return _unbounded(-weight_T * x.advantage_T * x.logp_T)
+    return Surrogate(-weight_T * x.advantage_T * x.logp_T)
 
 
 SURROGATES: dict[str, Callable[..., Surrogate]] = dict(
@@ -170,15 +170,10 @@ def _by_sign(advantage_T: torch.Tensor, positive: float, other: float) -> torch.
     return torch.where(advantage_T > 0, positive, torch.full_like(advantage_T, other))
 
 
-def _unbounded(loss_T: torch.Tensor) -> Surrogate:
-    never_T = torch.zeros_like(loss_T, dtype=torch.bool)
-    return Surrogate(loss_T, never_T, never_T)
-
-
 def _dppo(x: LossInputs, ratio_T: torch.Tensor, c: LossConfig, low_T: torch.Tensor, high_T: torch.Tensor) -> Surrogate:
     low_T, high_T = (x.advantage_T <= 0) & low_T, (x.advantage_T > 0) & high_T
     loss_T = -ratio_T.detach().clamp(max=c.dppo_ratio_max) * x.advantage_T * x.logp_T
-    return Surrogate(torch.where(low_T | high_T, 0, loss_T), low_T, high_T)
+    return Surrogate(torch.where(low_T | high_T, 0, loss_T), dict(low=low_T, high=high_T))
 
 
 def _covariance(x: LossInputs, sums: Columns) -> torch.Tensor:

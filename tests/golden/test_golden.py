@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -23,11 +24,12 @@ def test_compare_sees_differences():
 
 
 def test_exit_status_and_unknown_family(tmp_path, capsys):
-    (tmp_path / "a.json").write_text('{"family": "no_such_family", "cases": [{"id": "c", "source": "s", "inputs": {}, "outputs": {}}]}')
+    (tmp_path / "a.json").write_text(
+        '{"family": "no_such_family", "cases": [{"id": "c", "source": "s", "inputs": {}, "outputs": {}}]}')
     assert main(str(tmp_path)) == 0
     assert "not covered: no_such_family/c: no adapter for this family" in capsys.readouterr().out
-    (tmp_path / "b.json").write_text(
-        '{"family": "aggregation", "cases": [{"id": "wrong", "source": "OpenRLHF/x", "inputs": {"response_lengths": [1], "loss_mask": [[1]],'
-        ' "per_token_loss": [[2.0]], "params": {"token_level_loss": true}}, "outputs": {"loss": 3.0, "grad_loss": [[1.0]]}}]}')
+    inputs = {"response_lengths": [1], "loss_mask": [[1]], "per_token_loss": [[2.0]], "params": {"token_level_loss": True}}
+    wrong = {"id": "wrong", "source": "OpenRLHF/x", "inputs": inputs, "outputs": {"loss": 3.0, "grad_loss": [[1.0]]}}
+    (tmp_path / "b.json").write_text(json.dumps({"family": "aggregation", "cases": [wrong]}))
     assert main(str(tmp_path)) == 1
     assert "FAILED: aggregation/wrong: loss: 2.0 != 3.0" in capsys.readouterr().out

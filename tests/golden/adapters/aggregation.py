@@ -5,12 +5,10 @@ import torch
 from megatron_grpo.config import LossConfig
 from megatron_grpo.losses.reducers import REDUCERS
 from megatron_grpo.parallel.layout import Layout
-from tests.golden import NotCovered
+from tests.golden import NotCovered, peers
 from tests.golden.pack import flat, loss_inputs, rows
 
 NAN_RULE = "the peer's loss is NaN (0/0, or NaN under the mask); here it is 0 or unaffected by what the mask hides"
-VERL = {"token-mean": "token_mean", "token-sum": "token_mean", "seq-mean-token-sum": "seq_mean_token_sum",
-        "seq-mean-token-sum-norm": "seq_mean_token_sum_norm", "seq-mean-token-mean": "seq_mean_token_mean"}
 
 
 def run(case: dict, pool) -> dict:
@@ -19,8 +17,8 @@ def run(case: dict, pool) -> dict:
         raise NotCovered(NAN_RULE)
     counts = torch.tensor([float(sum(row)) for row in inputs["loss_mask"]], dtype=torch.float64)
     valid = float((counts > 0).sum())
-    if "log_probs" in inputs:
-        raise NotCovered("pending")
+    if peer == "huggingface":
+        return peers.outputs(case, peers.trl(case))
     if peer == "verl-project":
         return _verl(inputs, p, counts, valid)
     if peer == "OpenRLHF":
@@ -53,8 +51,8 @@ def _loss(inputs: dict, reducer: str, **denominators) -> dict:
 def _verl(inputs, p, counts, valid):
     mode, dp = p["loss_agg_mode"], p.get("dp_size", 1)
     tokens = 1 / dp if mode == "token-sum" else p.get("batch_num_tokens", counts.sum().item()) / dp
-    return _loss(inputs, VERL[mode], norm=p.get("loss_scale_factor", p["padded_width"]), tokens=tokens, seq_tokens=counts + 1e-8,
-                 sequences=p.get("global_batch_size", valid) / dp)
+    return _loss(inputs, peers.VERL_REDUCERS[mode], norm=p.get("loss_scale_factor", p["padded_width"]), tokens=tokens,
+                 seq_tokens=counts + 1e-8, sequences=p.get("global_batch_size", valid) / dp)
 
 
 def _nemo(case, inputs, p):
