@@ -9,6 +9,7 @@ process die without a word (SIGKILL, out of memory), a watch inside the server.
 
 import argparse
 import atexit
+import contextlib
 import logging
 import os
 import shlex
@@ -102,6 +103,7 @@ class LocalServer:
         if not (Path(self.model_path) / "config.json").is_file():
             raise EngineError(f"{self.model_path} holds no config.json: give a Hugging Face model directory")
         with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)     # as the server does: a port in TIME_WAIT is free
             try:
                 probe.bind(("127.0.0.1", 0 if self._free_port else self.port))
             except OSError as error:
@@ -138,10 +140,8 @@ class LocalServer:
         if self.process is None or os.getpid() != self._owner:
             return
         atexit.unregister(self.stop)
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.wait()
         self.process = None
         shutil.rmtree(self._directory, ignore_errors=True)

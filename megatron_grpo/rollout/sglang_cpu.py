@@ -63,7 +63,8 @@ def install(model_path: str) -> None:
     """
     version = importlib.metadata.version("sglang")
     if version not in PROVED:
-        raise RuntimeError(f"SGLang {version} is not proved on a CPU: pip install sglang=={PROVED[-1]}, or serve on a GPU and give --sglang-urls")
+        raise RuntimeError(f"SGLang {version} is not proved on a CPU: pip install sglang=={PROVED[-1]}, or serve on a GPU and give "
+                           "--sglang-urls")
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     os.environ.setdefault("SGLANG_NCCL_SO_PATH", "/nonexistent/libnccl.so")     # several ranks: gloo, not pynccl
     os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(_other_models(model_path)))
@@ -71,7 +72,7 @@ def install(model_path: str) -> None:
     sys.modules.setdefault("megatron", None)        # SGLang's debug dumper would import it
     gc.disable()                                    # 6,700 modules: collecting while they load costs seconds
     scan, importlib.metadata.packages_distributions = importlib.metadata.packages_distributions, dict
-    import sglang.srt.entrypoints.http_server       # noqa: F401
+    import sglang.srt.entrypoints.http_server  # noqa: F401
     importlib.metadata.packages_distributions = scan    # transformers reads every installed file list for it: 2 s
     _patch()
     gc.enable()
@@ -109,8 +110,8 @@ def _patch() -> None:
         longest, most = int(seq_lens.max()), int(extend_seq_lens.max())
         padded, needed = len(seq_lens) * longest * most, int((seq_lens * extend_seq_lens).sum())
         if _plain(options, query, k_cache, encoder_lens) and options["causal"] and padded <= 4 * needed:
-            return _attend(query, output, k_cache, v_cache, req_to_token[:, :longest][req_pool_indices], extend_prefix_lens, extend_seq_lens,
-                           most, options["scaling"], options["enable_gqa"])
+            return _attend(query, output, k_cache, v_cache, req_to_token[:, :longest][req_pool_indices], extend_prefix_lens,
+                           extend_seq_lens, most, options["scaling"], options["enable_gqa"])
         return extend(self, query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, extend_prefix_lens, extend_seq_lens,
                       encoder_lens, **options)
 

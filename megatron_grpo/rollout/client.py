@@ -1,0 +1,379 @@
+"""The engine: SGLang servers, or one SGLang router, over HTTP. Every call has a deadline; an answer is checked or it is not used.
+
+A request goes to its conversation's server, else to the least loaded one. What fails on the way, or comes back wrong
+(responses.py), is tried again elsewhere, after a pause that doubles; after --sglang-retries further attempts it is dropped with its
+reason. Responses are streamed in large parts: when a server dies in mid-response, another one goes on from the tokens received. It
+reads them as its prompt, so it also returns their routes.
+"""
+
+import asyncio
+import logging
+import random
+import resource
+import time
+import uuid
+from collections import Counter
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+import numpy as np
+
+from .config import EngineConfig
+from .engine import EngineError, Generation, GenerationRequest, SamplingParams
+from .fleet import Fleet, Server, expire
+from .responses import BadResponse, Part, ServedModel, body, finish, joined, read, rest
+from .server_check import check_server, describe, vocabulary_fault
+from .wire import Lost, Wire
+
+logger = logging.getLogger(__name__)
+
+ABORT_GRACE = 15            # seconds that a server has to end an aborted request; it is told once a second
+BACKOFF_CAP = 30.0          # longest pause between two attempts [s]
+OFF_LOOP = 1 << 20          # bytes of an answer that are worth a thread, so that other requests go on
+
+
+@dataclass
+class ClientStats:
+    """requested = delivered + sum(dropped) + those in flight. `refused` and `lost` count attempts, not requests."""
+
+    requested: int = 0
+    delivered: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)      # requests given up, by the last failure
+    refused: Counter[str] = field(default_factory=Counter)      # answers that were not used, by reason
+    lost: Counter[str] = field(default_factory=Counter)         # attempts without an answer, by kind
+    rescued_tokens: int = 0                                     # received from a server that was then lost, and used
+    left_out: int = 0                                           # times that a server was left out
+    taken_back: int = 0
+
+
+@dataclass(eq=False)
+class _Call:
+    """One `generate` in progress."""
+
+    request: GenerationRequest
+    rid: str = ""                               # at the server; empty between two attempts
+    server: Server | None = None
+    scope: asyncio.Timeout | None = None        # what it waits for; expiring it interrupts the wait
+    aborted: bool = False
+    held: Generation | None = None              # what lost attempts had brought
+
+
+class SGLangClient:
+    """An Engine. It lives on the event loop on which `start` ran.
+
+    Args:
+        config: deadlines, concurrency, retries.
+        model: what the servers have to serve.
+        urls: servers or a router; those of `config` when not given.
+        backoff: pause before the first retry [s].
+    """
+
+    def __init__(self, config: EngineConfig, model: ServedModel, urls: Sequence[str] = (), backoff: float = 0.5):
+        self.config, self.model, self.backoff = config, model, backoff
+        self.urls = tuple(url.rstrip("/") for url in urls) or config.server_urls
+        if not self.urls:
+            raise EngineError("no SGLang server is named: give --sglang-urls, or --sglang-launch local")
+        self.stats = ClientStats()
+        self.versions: list[str] = []       # weight versions published so far
+        self._nonce = uuid.uuid4().hex[:8]
+        self._calls: dict[str, _Call] = {}
+        self._background: set[asyncio.Task] = set()
+
+    # ---- start and end --------------------------------------------------------------------------------------------------------
+
+    async def start(self, check: bool = True) -> "SGLangClient":
+        """Wait for the servers, refuse those that cannot serve this run, and watch them from now on.
+
+        Args:
+            check: wait, look at each server's arguments, and try one request on each.
+
+        Raises:
+            EngineError: names each server that is at fault and the fix.
+        """
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))        # each request in flight holds a connection
+        self.wire = Wire(self.config.api_key, self.config.sglang_stall_timeout)
+        self.fleet = Fleet(self.urls, self.config, self._healthy, self._count_change)
+        if check:
+            faults = await asyncio.gather(*(self._faults(server) for server in self.fleet.servers))
+            faults = [f"{url}: {fault}" for url, found in zip(self.urls, faults, strict=True) for fault in found]
+            if faults:
+                await self.close()
+                raise EngineError("\n".join(faults))
+        self.fleet.watch()
+        return self
+
+    async def close(self) -> None:
+        """Abort what runs, stop watching, close the connections."""
+        await self.abort()
+        for call in list(self._calls.values()):
+            expire(call.scope)
+        await self.fleet.close()
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        await self.wire.close()
+
+    async def _faults(self, server: Server) -> list[str]:
+        deadline = time.monotonic() + self.config.sglang_start_timeout
+        while True:
+            try:
+                await self._healthy(server)
+                break
+            except EngineError as error:
+                if time.monotonic() > deadline:
+                    return [f"not healthy within {self.config.sglang_start_timeout:g} s (--sglang-start-timeout): {error}"]
+            await asyncio.sleep(0.5)
+        probe = GenerationRequest("probe", [0, 1, 2], SamplingParams(4, ignore_eos=True), return_routes=self.model.routes is not None)
+        try:
+            if faults := check_server(*await describe(self.wire, server.url), self.model):
+                return faults
+            if fault := await vocabulary_fault(self.wire, server.url, self.model):
+                return [fault]
+            await self._attempt(_Call(probe, server=server), 0)
+        except (EngineError, Lost, BadResponse) as error:
+            return [f"a first request failed: {error}"]
+        return []
+
+    # ---- generation -------------------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """Sample one continuation; see Engine.
+
+        Raises:
+            EngineError: the request is dropped; names the last failure.
+        """
+        self._refuse_request(request)
+        call = self._calls[request.request_id] = _Call(request)
+        self.stats.requested += 1
+        dropped = "cancelled"
+        try:
+            generation = await self._attempts(call)
+            dropped = ""
+            return generation
+        except (BadResponse, Lost) as failure:
+            dropped = failure.reason
+            raise EngineError(f"request {request.request_id} is dropped after {self.config.sglang_retries + 1} attempts; the last, at "
+                              f"{call.server.url}: {failure}") from None
+        except EngineError:
+            dropped = "not accepted" if call.server else "no server"
+            raise
+        finally:
+            del self._calls[request.request_id]
+            if dropped:
+                self.stats.dropped[dropped] += 1
+            else:
+                self.stats.delivered += 1
+
+    def _refuse_request(self, request: GenerationRequest) -> None:
+        if request.request_id in self._calls:
+            raise EngineError(f"request {request.request_id} is in flight already: request ids have to be unique")
+        if request.return_routes and self.model.routes is None:
+            raise EngineError(f"request {request.request_id} asks for routes, but the client was not told the model's routers")
+        if not request.input_ids or not 0 <= min(request.input_ids) <= max(request.input_ids) < self.model.vocab_size:
+            raise EngineError(f"request {request.request_id}: its prompt is empty, or has tokens outside the vocabulary of "
+                              f"{self.model.vocab_size}, which would kill the server: check the tokenizer")
+
+    async def _attempts(self, call: _Call) -> Generation:
+        avoid: tuple[Server, ...] = ()
+        for attempt in range(self.config.sglang_retries + 1):
+            if call.aborted or not await self._waited(call, self._to_server(call, avoid)):
+                break
+            try:
+                generation = await self._attempt(call, attempt)
+                call.server.failures = 0
+                return generation
+            except BadResponse as error:
+                failure, pause, call.held = error, 0.0, None
+                self.stats.refused[error.reason] += 1
+            except Lost as error:
+                failure, pause = error, error.wait
+                self.stats.lost[error.reason] += 1
+                if error.gone:
+                    self.fleet.leave_out(call.server, str(error))
+                else:
+                    call.server.suspected.set()
+            finally:
+                self.fleet.release(call.server)
+            logger.info("request %s at %s: %s", call.request.request_id, call.server.url, failure)
+            call.server.failures += 1
+            if call.aborted:
+                break
+            if attempt == self.config.sglang_retries:
+                raise failure
+            avoid = (call.server,)
+            pause = max(pause, min(self.backoff * 2 ** attempt, BACKOFF_CAP) * random.uniform(0.5, 1.5))
+            if not await self._waited(call, asyncio.sleep(pause)):
+                break
+        return self._partial(call)
+
+    async def _to_server(self, call: _Call, avoid: Sequence[Server]) -> None:
+        call.server = None
+        call.server = await self.fleet.acquire(call.request.session, avoid)
+
+    async def _waited(self, call: _Call, waiting: Coroutine) -> bool:
+        """Await it; False if the call was aborted meanwhile."""
+        try:
+            async with asyncio.timeout(None) as call.scope:
+                await waiting
+        except TimeoutError:
+            return False
+        finally:
+            call.scope = None
+        return True
+
+    async def _attempt(self, call: _Call, attempt: int) -> Generation:
+        """One try at `call.server`.
+
+        Raises:
+            Lost, BadResponse: to be tried again. EngineError: the server will never accept it.
+        """
+        server, request = call.server, rest(call.request, call.held)
+        rid = call.rid = f"{self._nonce}.{request.request_id}.{attempt};"     # SGLang aborts by prefix: no id may begin another one
+        known = len(self.versions)
+        part: Part | None = None
+        try:
+            async with asyncio.timeout(self.config.sglang_request_timeout) as call.scope:
+                server.scopes.add(call.scope)
+                async for raw in self.wire.generate(server.url, body(request, rid, self.config.sglang_stream_interval)):
+                    part = await _aside(len(raw), read, raw, request, rid, self.model, part)
+                    if part.finish:
+                        break
+                if part is None or not part.finish:
+                    raise Lost("cut", "the answer ended in mid-response")
+                allowed = self.versions[known - 1:] if known else ()
+                generation = await _aside(part.nbytes, finish, part, request, self.model, allowed, server.url)
+            return self._with_held(call, generation)
+        except TimeoutError:
+            self._hold(call, part)
+            if call.aborted:
+                raise Lost("aborted", "and the server did not end it in time") from None
+            if not server.up:
+                raise Lost("left out", server.why) from None
+            raise Lost("timeout", f"no end within {self.config.sglang_request_timeout:g} s (--sglang-request-timeout)") from None
+        except Lost:
+            self._hold(call, part)
+            raise
+        finally:
+            server.scopes.discard(call.scope)
+            call.scope, call.rid = None, ""
+            if (part is None or not part.finish) and server.up:
+                self._later(self._abort_at(server, rid))
+
+    # ---- what is kept of lost attempts ------------------------------------------------------------------------------------------
+
+    def _hold(self, call: _Call, part: Part | None) -> None:
+        """Keep the tokens that an attempt brought before it was lost, if they leave something to do."""
+        request = replace(rest(call.request, call.held), return_routes=False)       # they come with the last message only
+        if part is None or part.finish or not 0 < len(part.output_ids) < request.params.max_new_tokens:
+            return
+        try:
+            call.held = joined(call.held, finish(replace(part, finish={"type": "abort"}), request, self.model, (), call.server.url))
+        except BadResponse:
+            call.held = None
+
+    def _with_held(self, call: _Call, generation: Generation) -> Generation:
+        if call.held is None:
+            return generation
+        if call.request.return_routes and generation.routes is None:    # aborted in the queue: nobody has the routes of what is held
+            return generation
+        both = joined(call.held, generation)
+        self.stats.rescued_tokens += len(call.held.output_ids)
+        return both
+
+    def _partial(self, call: _Call) -> Generation:
+        """What an aborted call has; without tokens whose routes are wanted and lost."""
+        if call.held is not None and not call.request.return_routes:
+            self.stats.rescued_tokens += len(call.held.output_ids)
+            return call.held
+        return Generation(call.request.request_id, [], np.zeros(0, np.float32), "abort",
+                          sampling_mask=[] if call.request.return_sampling_mask else None)
+
+    # ---- control ----------------------------------------------------------------------------------------------------------------
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """Abort these requests (None: all of this client's); their `generate` returns what there is, finish_reason "abort"."""
+        calls = [self._calls[i] for i in (list(self._calls) if request_ids is None else request_ids) if i in self._calls]
+        for call in calls:
+            call.aborted = True
+        await asyncio.gather(*(self._abort(call) for call in calls))
+
+    async def _abort(self, call: _Call) -> None:
+        if call.rid and await self._abort_at(call.server, call.rid):
+            self._later(self._insist(call, call.rid))
+        else:
+            expire(call.scope)
+
+    async def _insist(self, call: _Call, rid: str) -> None:
+        """An abort that overtakes its request finds nothing; a hung server never ends it."""
+        for _ in range(ABORT_GRACE):
+            await asyncio.sleep(1)
+            if not rid or call.rid != rid:
+                return
+            await self._abort_at(call.server, rid)
+        expire(call.scope)
+
+    async def _abort_at(self, server: Server, rid: str) -> bool:
+        try:
+            await self.wire.control(server.url, "/abort_request", {"rid": rid})
+        except EngineError:
+            return False
+        return True
+
+    async def expect(self, version: str, left_out: Mapping[str, str] = MappingProxyType({})) -> None:
+        """The servers now answer with this weight version, except those in `left_out` (url -> why), which are not sampled from.
+
+        Answers under earlier versions are refused, but for requests that are in flight at this call.
+        """
+        self.versions.append(version)
+        for server in self.fleet.servers:
+            self.fleet.bar(server, left_out.get(server.url, ""))
+
+    async def update_from_disk(self, path: str, version: str) -> None:
+        """Load a Hugging Face directory that the servers can read, and empty their caches; one that cannot is left out.
+
+        Raises:
+            EngineError: none could.
+        """
+        body = {"model_path": path, "weight_version": version, "flush_cache": True}
+
+        async def update(server: Server) -> str:
+            try:
+                reply = await self.wire.control(server.url, "/update_weights_from_disk", body, self.config.sglang_request_timeout)
+            except EngineError as error:
+                return str(error)
+            return "" if reply.get("success") else f"{server.url} did not load {path}: {reply.get('message')}"
+
+        faults = await asyncio.gather(*(update(server) for server in self.fleet.servers))
+        failed = {server.url: fault for server, fault in zip(self.fleet.servers, faults, strict=True) if fault}
+        if len(failed) == len(faults):
+            raise EngineError(f"no server could load {path}: {'; '.join(failed.values())}")
+        await self.expect(version, failed)
+
+    async def info(self) -> dict[str, dict]:
+        """url -> /server_info."""
+        infos = await asyncio.gather(*(self.wire.control(url, "/server_info") for url in self.urls))
+        return dict(zip(self.urls, infos, strict=True))
+
+    async def _healthy(self, server: Server) -> None:
+        """Raises EngineError if it is not, or, once left out, if it is not on the expected weights either."""
+        await self.wire.control(server.url, "/health", timeout=self.config.rollout_health_check_timeout)
+        if not server.up and self.versions:
+            found = (await describe(self.wire, server.url))[1].get("weight_version")
+            if found is not None and str(found) != self.versions[-1]:
+                raise EngineError(f"{server.url} has weight version {found}, expected {self.versions[-1]}; the next update brings it back")
+
+    def _count_change(self, server: Server, up: bool) -> None:
+        self.stats.taken_back += up
+        self.stats.left_out += not up
+
+    def _later(self, coroutine: Coroutine) -> None:
+        task = asyncio.create_task(coroutine)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+async def _aside(nbytes: int, function, *args):
+    """In a thread if the work is long enough to hold up the event loop."""
+    return function(*args) if nbytes < OFF_LOOP else await asyncio.to_thread(function, *args)
