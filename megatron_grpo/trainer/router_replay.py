@@ -52,8 +52,7 @@ class Forward:
     def experts(self, layer: int, scores: torch.Tensor, native: Callable[[], torch.Tensor]) -> torch.Tensor:
         """[T, K] int64 experts of a layer, chosen at the first call and the same at every later one."""
         if layer not in self.chosen:
-            with torch.no_grad():
-                self.chosen[layer] = self._choose(layer, scores, native)
+            self.chosen[layer] = self._choose(layer, scores, native)
         return self.chosen[layer].long()
 
     def _choose(self, layer, scores, native):
