@@ -103,8 +103,7 @@ def resolve(args: argparse.Namespace) -> Settings:
     if settings.trainer.platform == "cpu":
         platform_cpu.check(args)
     _batch_size(args, settings)
-    if args.pipeline_model_parallel_size > 1:
-        args.variable_seq_lengths = True        # micro-batches differ in length
+    _unequal_lengths(args)
     if settings.routing.use_routing_replay or settings.routing.use_rollout_routing_replay:
         args.moe_enable_routing_replay = True   # routers then ask a replay object for their experts
     return settings
@@ -138,6 +137,17 @@ def _batch_size(args, settings: Settings) -> None:
         value = getattr(args, name)
         if value and value % steps:
             raise ConfigError(f"--{name.replace('_', '-')} {value} counts optimizer steps and must be a multiple of --num-steps-per-rollout {steps}")
+
+
+def _unequal_lengths(args) -> None:
+    """Micro-batches differ in length, over time and between data-parallel ranks: what in Megatron takes them for equal."""
+    if args.pipeline_model_parallel_size > 1:
+        args.variable_seq_lengths = True
+    if args.num_experts and args.moe_token_dispatcher_type == "allgather":
+        if _early("--moe-token-dispatcher-type"):
+            raise ConfigError("--moe-token-dispatcher-type allgather gathers equally many tokens from every expert-parallel rank, and packed "
+                              "micro-batches differ: use alltoall or flex")
+        args.moe_token_dispatcher_type = "alltoall"
 
 
 def _early(name: str) -> str | None:
