@@ -134,10 +134,10 @@ async def _watched(conversation: Conversation, function: Callable, idle_limit_s:
     task = asyncio.ensure_future(function(conversation))
     try:
         while not task.done():
-            idle = max(now() - conversation.left_engine, 0.0)
-            if idle >= idle_limit_s:
+            left = idle_limit_s - max(now() - conversation.left_engine, 0.0)
+            if left < 1e-3:
                 raise EngineError(f"the rollout function spent over {idle_limit_s:g} s outside the engine (--rollout-function-timeout)")
-            await asyncio.wait({task}, timeout=idle_limit_s - idle)
+            await asyncio.wait({task}, timeout=left)
         task.result()
     finally:
         task.cancel()

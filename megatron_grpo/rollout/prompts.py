@@ -144,7 +144,7 @@ def _read_jsonl(file: Path, config: PromptConfig, option: str) -> Iterator[dict]
             _check_keys(row, config, where)
             if not row[config.input_key]:
                 raise ConfigError(f"{where}: the prompt ({config.input_key}) is empty")
-            yield _row(row, config)
+            yield _row(row, config, where)
 
 
 def _check_keys(found, config: PromptConfig, where: str):
@@ -154,24 +154,27 @@ def _check_keys(found, config: PromptConfig, where: str):
             raise ConfigError(f"{where}: no key {key!r}; set {flag(name)} to one of the keys found: {', '.join(sorted(found))}")
 
 
-def _row(row: dict, config: PromptConfig) -> dict:
+def _row(row: dict, config: PromptConfig, where: str) -> dict:
     metadata = row.get(config.metadata_key)
-    return {"input": row[config.input_key], "label": row[config.label_key] if config.label_key else None,
-            "metadata": json.loads(metadata) if isinstance(metadata, str) else metadata}
+    if isinstance(metadata, str):
+        metadata = _json_object(metadata, f"{where}: {config.metadata_key}")
+    if not isinstance(metadata, dict | None):
+        raise ConfigError(f"{where}: {config.metadata_key} is a {type(metadata).__name__}; a dictionary is wanted, or its JSON text")
+    return {"input": row[config.input_key], "label": row[config.label_key] if config.label_key else None, "metadata": metadata}
 
 
 class _Columns:
     """Rows of a column store that stays memory-mapped."""
 
     def __init__(self, table, config: PromptConfig, where: str):
-        self.table, self.config = table, config
+        self.table, self.config, self.where = table, config, where
         _check_keys(table.column_names, config, where)
 
     def __len__(self) -> int:
         return len(self.table)
 
     def __getitem__(self, index: int) -> dict:
-        return _row(self.table[index], self.config)
+        return _row(self.table[index], self.config, f"{self.where}, row {index}")
 
 
 class _ArrowRows:
@@ -223,11 +226,11 @@ def _open_dataset(directory: Path, option: str):
     return found
 
 
-def _json_object(text: str, option: str) -> dict:
+def _json_object(text: str, where: str) -> dict:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{option} {text}: not JSON ({error})") from error
+        raise ConfigError(f"{where} {text}: not JSON ({error})") from error
     if not isinstance(value, dict):
-        raise ConfigError(f"{option} {text}: a JSON object is wanted")
+        raise ConfigError(f"{where} {text}: a JSON object is wanted")
     return value

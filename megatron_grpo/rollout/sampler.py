@@ -223,8 +223,9 @@ class Sampler:
         self.on_group(len(self.kept), self.share)
 
     def _book(self, group: Group, account: Tally, reason: str) -> None:
-        account.add(group.size, group.sampled)
-        self.books.reasons[reason] += group.size
+        if group.size:
+            account.add(group.size, group.sampled)
+            self.books.reasons[reason] += group.size
 
     def _unclaim(self, group: Group) -> None:
         if group.claimed:

@@ -117,7 +117,7 @@ class StoreTickets:
         return _count(self._value()) >= self.slots
 
     def fail(self, message: str) -> None:
-        self.store.set(f"{self.prefix}/failure", f"data-parallel rank {self.leader}: {message}")
+        self.store.compare_set(f"{self.prefix}/failure", "", f"data-parallel rank {self.leader}: {message}")     # the first cause stays
 
     def failure(self) -> str | None:
         key = f"{self.prefix}/failure"

@@ -1,12 +1,13 @@
 import asyncio
 import pickle
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.simulation import SimulatedEngine, hash_of, run_virtual
-from megatron_grpo.batch import Status
+from megatron_grpo.batch import Sample, Status
 from megatron_grpo.hooks import FilterOutput, Hooks
 from megatron_grpo.rollout.engine import EngineError
 from megatron_grpo.rollout.filters import any_reward_nonzero_std, reward_nonzero_std
@@ -75,8 +76,8 @@ def test_first_completed_groups_are_accepted_and_the_straggler_comes_again():
 
 
 def test_a_partial_rollout_keeps_the_stragglers_tokens():
-    sampler = make_sampler(SimulatedEngine(straggler, route_shape=(2, 2, 8)), return_routes=True, rollout_batch_size=2, n_samples_per_prompt=2,
-                           over_sampling_batch_size=3, partial_rollout=True)
+    sampler = make_sampler(SimulatedEngine(straggler, route_shape=(2, 2, 8)), return_routes=True, rollout_batch_size=2,
+                           n_samples_per_prompt=2, over_sampling_batch_size=3, partial_rollout=True)
     rollouts = steps(sampler, 30)
     assert sum(r.books.wasted_tokens for r in rollouts) == 0
     number, group = next((i, g) for i, r in enumerate(rollouts) for g in r.groups if g.group_id == 0)
@@ -152,7 +153,8 @@ def test_dynamic_sampling_replaces_groups_without_signal():
 
 
 def test_a_filter_that_refuses_everything_ends_the_step_with_the_reason():
-    sampler = make_sampler(rewards=StubRewards(lambda s: 1.0), hooks=Hooks(sampling_filter=lambda samples: reward_nonzero_std(None, samples)),
+    sampler = make_sampler(rewards=StubRewards(lambda s: 1.0),
+                           hooks=Hooks(sampling_filter=lambda samples: reward_nonzero_std(None, samples)),
                            rollout_batch_size=2, n_samples_per_prompt=2, dynamic_sampling_max_batches=3)
     with pytest.raises(ConfigError, match=r"kept 0 of 2 groups after beginning 6 \(samples lost: every reward is 1: 12\)"):
         steps(sampler, 1)
@@ -161,7 +163,8 @@ def test_a_filter_that_refuses_everything_ends_the_step_with_the_reason():
 def test_spare_groups_fill_a_step_that_would_fail():
     def verdict(samples):
         return FilterOutput(keep=False, reason="dull", keep_when_insufficient=samples[0].group_id % 2 == 0)
-    sampler = make_sampler(hooks=Hooks(sampling_filter=verdict), rollout_batch_size=2, n_samples_per_prompt=2, dynamic_sampling_max_batches=3)
+    sampler = make_sampler(hooks=Hooks(sampling_filter=verdict), rollout_batch_size=2, n_samples_per_prompt=2,
+                           dynamic_sampling_max_batches=3)
     rollout, = steps(sampler, 1)
     assert len(rollout.groups) == 2 and all(g.group_id % 2 == 0 for g in rollout.groups)
     assert tally(rollout.books.filtered)[0] == 8 and rollout.books.reasons == {"dull": 6, "spare": 2}
@@ -169,9 +172,6 @@ def test_spare_groups_fill_a_step_that_would_fail():
 
 def test_filters_look_at_raw_rewards_whole_or_by_component():
     def group(*rewards):
-        import numpy as np
-
-        from megatron_grpo.batch import Sample
         return [Sample(i, 0, np.zeros(1, np.int64), 1, np.zeros(0, bool), np.zeros(0, np.float32), rewards=r, reward=sum(r.values()))
                 for i, r in enumerate(rewards)]
     opposed = group({"a": 0.0, "b": 1.0}, {"a": 1.0, "b": 0.0})
@@ -336,7 +336,8 @@ def test_the_books_balance_whatever_happens(data):
 @given(st.integers(1, 4), st.integers(0, 4), st.booleans(), st.integers(1, 5))
 def test_every_prompt_is_seen_exactly_once_an_epoch(batch, extra, partial, count):
     """Whatever is aborted, filtered never: over an epoch each prompt is trained once, in flight or still to come."""
-    sampler = make_sampler(count=20, rollout_batch_size=batch, n_samples_per_prompt=2, over_sampling_batch_size=batch + extra, partial_rollout=partial)
+    sampler = make_sampler(count=20, rollout_batch_size=batch, n_samples_per_prompt=2, over_sampling_batch_size=batch + extra,
+                           partial_rollout=partial)
     rollouts = steps(sampler, count)
     trained = [g.group_id for r in rollouts for g in r.groups]
     held = [g.position for g in (*sampler.running.values(), *sampler.finished)] + [p for p, _ in sampler.returned]
@@ -346,8 +347,8 @@ def test_every_prompt_is_seen_exactly_once_an_epoch(batch, extra, partial, count
 @pytest.mark.parametrize("partial", [False, True])
 def test_a_resumed_run_is_bitwise_the_run_that_never_stopped(partial):
     def fresh():
-        return make_sampler(SimulatedEngine(lengths(), route_shape=(2, 2, 8)), return_routes=True, rollout_batch_size=3, n_samples_per_prompt=2,
-                            over_sampling_batch_size=6, partial_rollout=partial)
+        return make_sampler(SimulatedEngine(lengths(), route_shape=(2, 2, 8)), return_routes=True, rollout_batch_size=3,
+                            n_samples_per_prompt=2, over_sampling_batch_size=6, partial_rollout=partial)
     whole = fresh()
     expected = steps(whole, 6)
     first = fresh()
