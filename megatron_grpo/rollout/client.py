@@ -127,7 +127,7 @@ class SGLangClient:
             await asyncio.sleep(0.5)
         probe = GenerationRequest("probe", [0, 1, 2], SamplingParams(4, ignore_eos=True), return_routes=self.model.routes is not None)
         try:
-            if faults := check_server(*await describe(self.wire, server.url), self.model):
+            if faults := check_server(server.url, *await describe(self.wire, server.url), self.model):
                 return faults
             if fault := await vocabulary_fault(self.wire, server.url, self.model):
                 return [fault]
@@ -237,7 +237,7 @@ class SGLangClient:
             async with asyncio.timeout(self.config.sglang_request_timeout) as call.scope:
                 server.scopes.add(call.scope)
                 async for raw in self.wire.generate(server.url, body(request, rid, self.config.sglang_stream_interval)):
-                    part = await _aside(len(raw), read, raw, request, rid, self.model, part)
+                    part = await _aside(len(raw), read, raw, request, rid, self.model, part, server.url)
                     if part.finish:
                         break
                 if part is None or not part.finish:

@@ -113,7 +113,8 @@ class RolloutConfig:
 class EngineConfig:
     rollout_engine: str = setting("sglang", "inference engine of the rollouts", choices=("sglang",))
     sglang_urls: tuple[str, ...] = setting((), "running SGLang servers, or one SGLang router, e.g. http://node1:30000", nargs="+")
-    sglang_launch: str = setting("none", "local: start one SGLang server on this machine, and stop it with the run", choices=("none", "local"))
+    sglang_launch: str = setting("none", "local: start one SGLang server on this machine, and stop it with the run",
+                                 choices=("none", "local"))
     sglang_port: int = setting(0, "port of the local server; 0 takes a free one")
     sglang_dtype: str = setting("auto", "dtype of the local server's weights", choices=("auto", "float32", "bfloat16", "float16"))
     sglang_server_args: str = setting("", 'further arguments of the local server, e.g. "--tp-size 2 --mem-fraction-static 0.6"')

@@ -110,7 +110,7 @@ class Fleet:
     def take_back(self, server: Server) -> None:
         if server.up:
             return
-        server.up, self._down_since = True, None
+        server.up, server.failures, self._down_since = True, 0, None
         logger.warning("%s is taken back", server.url)
         self._wake(len(self._waiters))
         self.on_change(server, True)

@@ -91,7 +91,7 @@ def parse(reply: object, request: GenerationRequest, rid: str, model: ServedMode
         held: output tokens of this attempt that earlier messages brought.
 
     Returns:
-        The part; its `output_ids` start at 0 or at `held`, as the server streams (see `starts_at`).
+        The part: all tokens so far, or those after `held`, as the server streams; `completion_tokens` tells which.
 
     Raises:
         BadResponse.
@@ -215,7 +215,7 @@ def _spans(meta: dict, count: int) -> list[tuple[str, int, int]]:
 # ---- several messages, several servers ---------------------------------------------------------------------------------------
 
 
-def read(raw: bytes, request: GenerationRequest, rid: str, model: ServedModel, before: Part | None) -> Part:
+def read(raw: bytes, request: GenerationRequest, rid: str, model: ServedModel, before: Part | None, server: str) -> Part:
     """Parse one message and add it to those before it; a server streams either everything so far or what is new.
 
     Raises:
@@ -227,11 +227,11 @@ def read(raw: bytes, request: GenerationRequest, rid: str, model: ServedModel, b
         raise BadResponse("malformed", f"not JSON: {error}") from None
     if isinstance(reply, dict) and "error" in reply:
         error = reply["error"] if isinstance(reply["error"], dict) else {"message": reply["error"]}
-        raise refusal("the server", _status(error.get("code")), str(error.get("message")))
+        raise refusal(server, _status(error.get("code")), str(error.get("message")))
     held = len(before.output_ids) if before else 0
     part = parse(reply, request, rid, model, held)
     if part.finish and part.finish["type"] == "abort" and part.finish.get("status_code"):
-        raise refusal("the server", _status(part.finish["status_code"]), str(part.finish.get("message")))
+        raise refusal(server, _status(part.finish["status_code"]), str(part.finish.get("message")))
     if not held or part.meta.get("completion_tokens") == len(part.output_ids):
         return part
     masks = None if part.sampling_mask is None else [*before.sampling_mask, *part.sampling_mask]

@@ -72,11 +72,11 @@ class LocalServer:
 
     @classmethod
     def from_config(cls, config: EngineConfig, model_path: str | os.PathLike, *, routes: bool,
-                    log_directory: str | os.PathLike | None = None) -> "LocalServer":
-        """The server of --sglang-launch local: on the GPUs where there are any, else on the CPU; its log is `sglang.log`."""
+                    log_directory: str | os.PathLike | None = None, device: str | None = None) -> "LocalServer":
+        """The server of --sglang-launch local, on `device`, by default the GPUs where there are any; its log is `sglang.log`."""
         import torch
         return cls(model_path, port=config.sglang_port, dtype=config.sglang_dtype, routes=routes,
-                   device="cuda" if torch.cuda.is_available() else "cpu", extra_args=shlex.split(config.sglang_server_args),
+                   device=device or ("cuda" if torch.cuda.is_available() else "cpu"), extra_args=shlex.split(config.sglang_server_args),
                    start_timeout=config.sglang_start_timeout, log=log_directory and Path(log_directory) / "sglang.log")
 
     @property

@@ -1,7 +1,4 @@
-"""Refuses a server that would serve another model or lie about its routes. Each refusal says what to change.
-
-What a server's arguments do to its routes was read in SGLang's sources and tried on running servers; docs/routing.md has the table.
-"""
+"""Refuses a server that would serve another model, sample otherwise than asked, or lie about its routes; and says what to change."""
 
 import asyncio
 import json
@@ -10,11 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ..routing import server as routing_server
+from ..settings import ConfigError
 from .engine import EngineError
 from .responses import ServedModel
 from .wire import Wire
 
-ROUTING_IN_KERNEL = ("flashinfer_trtllm", "experimental_sgl_trtllm", "triton_kernel")
 EXPERT_COUNT = ("num_experts", "n_routed_experts", "num_local_experts")      # names in the config.json of different models
 
 
@@ -25,14 +23,15 @@ async def describe(wire: Wire, url: str) -> tuple[dict, dict]:
     return info, model_info
 
 
-def check_server(info: dict[str, Any], model_info: dict[str, Any], model: ServedModel) -> list[str]:
+def check_server(url: str, info: dict[str, Any], model_info: dict[str, Any], model: ServedModel) -> list[str]:
     """What is wrong with a server, each with its fix; empty if nothing is.
 
     Args:
+        url: for messages.
         info, model_info: see `describe`.
         model: what it has to serve; with `model.routes`, it has to return routes.
     """
-    return [*_model_faults(info, model_info, model), *(_route_faults(info) if model.routes else ())]
+    return [*_model_faults(info, model_info, model), *(_route_faults(url, info) if model.routes else ())]
 
 
 async def vocabulary_fault(wire: Wire, url: str, model: ServedModel) -> str:
@@ -65,27 +64,13 @@ def _model_faults(info: dict, model_info: dict, model: ServedModel) -> Iterator[
                    "--hf-checkpoint")
 
 
-def _route_faults(info: dict) -> Iterator[str]:
-    if "version" in info:       # a gateway does not say
-        version = _version(info["version"])
-        if version < (0, 5, 7):
-            yield f"SGLang {info['version']} cannot return routed experts: install 0.5.13 or newer"
-        elif version < (0, 5, 13):
-            yield f"SGLang {info['version']} mixes up routes when only some requests of a batch ask for them: install 0.5.13 or newer"
-        elif version < (0, 5, 15) and info.get("speculative_algorithm"):
-            yield f"in SGLang {info['version']} the draft model overwrites routes: install 0.5.15 or newer, or drop --speculative-algorithm"
-    if info.get("enable_return_routed_experts") is False:
-        yield "it returns no routes: start it with --enable-return-routed-experts"
-    if (info.get("pp_size") or 1) > 1:
-        yield f"with --pp-size {info['pp_size']} the routes of later stages come back as zeros: use --tp-size or --ep-size instead"
-    for name, option in (("enable_hierarchical_cache", "--enable-hierarchical-cache"), ("enable_lmcache", "--enable-lmcache")):
-        if info.get(name):
-            yield f"a prefix that its cache loads back has stale routes: drop {option}"
-    if info.get("disaggregation_mode") not in (None, "null"):
-        yield "with prefill and decode on different servers the routes of the prompt are garbage: drop --disaggregation-mode"
-    if info.get("moe_runner_backend") in ROUTING_IN_KERNEL:
-        yield (f"the MoE backend {info['moe_runner_backend']} routes inside its kernel, its routes come back as zeros: give another "
-               "--moe-runner-backend, e.g. triton")
+def _route_faults(url: str, info: dict) -> Iterator[str]:
+    if not info:        # a gateway; whether routes pass it shows with the first request
+        return
+    try:
+        routing_server.check_server(url, info)
+    except ConfigError as error:
+        yield str(error)
 
 
 def _served_config(info: dict) -> dict[str, Any]:
@@ -97,7 +82,3 @@ def _served_config(info: dict) -> dict[str, Any]:
     config = config.get("text_config", config)
     experts = next((config[name] for name in EXPERT_COUNT if config.get(name)), None)
     return {name: config.get(name) for name in ("vocab_size", "num_hidden_layers", "num_experts_per_tok")} | {"num_experts": experts}
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", text)[:3])

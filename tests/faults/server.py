@@ -29,10 +29,16 @@ class FaultServer:
         self.seen: list[dict] = []                      # bodies of /generate
         self.aborts: list[str] = []
         self.most_at_once = self.at_once = 0
+        self.keys: set[str | None] = set()              # Authorization of all requests
         self.loaded: list[dict] = []                    # bodies of /update_weights_from_disk
 
     async def start(self) -> "FaultServer":
-        app = web.Application(client_max_size=1 << 28)
+        @web.middleware
+        async def note_key(request, handler):
+            self.keys.add(request.headers.get("Authorization"))
+            return await handler(request)
+
+        app = web.Application(client_max_size=1 << 28, middlewares=[note_key])
         app.add_routes([web.post("/generate", self.generate), web.get("/health", self.health), web.get("/server_info", self.server_info),
                         web.get("/model_info", self.model_info), web.post("/abort_request", self.abort_request),
                         web.post("/update_weights_from_disk", self.update)])
@@ -118,6 +124,7 @@ class FaultServer:
         """Send it as the request asks, streamed or whole; `spoil` changes the last message."""
         limit = body["sampling_params"]["max_new_tokens"]
         if not body.get("stream"):
+            await asyncio.sleep(self.pause * limit / self.part)
             return web.json_response(spoil(self.message(body)))
         stream = await self.begin(request)
         sent = 0
