@@ -72,7 +72,7 @@ def _returns(r_T, step_T, seg_T, num_segs, final_s, gamma):
     end_s = torch.where(filled_s, stop_s - 1, len(r_T) - 1)
     x_T = r_T.index_add(0, end_s, torch.where(filled_s, final_s, 0.0))
     if gamma == 1:
-        return _suffix_sum(x_T, seg_T, end_s)
+        return _suffix_sum(x_T, seg_T, F.pad(stop_s[:-1], (1, 0)).clamp(max=len(r_T) - 1), end_s)
     decay_T = _decay(F.pad(step_T[1:], (0, 1)), gamma, r_T.dtype)      # of what follows the token
     decay_T[end_s] = 0
     return _scan(x_T, decay_T)
@@ -82,26 +82,37 @@ def _decay(step: torch.Tensor, gamma: float, dtype: torch.dtype) -> torch.Tensor
     return torch.ones(step.shape, dtype=dtype, device=step.device).masked_fill_(step, gamma)
 
 
-def _suffix_sum(x_T: torch.Tensor, seg_T: torch.Tensor, end_s: torch.Tensor) -> torch.Tensor:
-    """Sum from each token to the end of its segment; no partial sum spans more than a row or a segment, so float32 suffices.
+def _suffix_sum(x_T: torch.Tensor, seg_T: torch.Tensor, start_s: torch.Tensor, end_s: torch.Tensor) -> torch.Tensor:
+    """Sum from each token to the end of its segment, in float32 accuracy: no sum takes in tokens of another segment.
 
-    Rows of tokens are summed from their right edge. A row then lacks what its last segment has in later rows, and where an
-    earlier segment ends inside the row, that segment's part of the row has the sum of other segments in it.
+    Rows of tokens are summed from their right edge. A row lacks what its last segment has in later rows, and is wrong where another
+    segment ends inside it. Rows within one segment are mended at once; the first and the last row of each segment by themselves.
     """
-    length, num_segs = len(x_T), len(end_s)
-    row = max(8, min(512, length // max(num_segs, 1)))
-    sums = F.pad(x_T, (0, -length % row)).view(-1, row).flip(1).cumsum(1).flip(1)
-    flat = sums.view(-1)
-    prefix_r = sums[:, 0].double().cumsum(0)                                        # up to the right edge of each row
-    row_s = end_s // row
-    after_s = F.pad(flat, (0, 1))[end_s + 1] * ((end_s + 1) % row != 0)             # of the row, behind the segment's end
-    total_s = prefix_r[row_s] - after_s                                             # up to the segment's end
-    last_r = seg_T[torch.arange(row - 1, length + row - 1, row, device=x_T.device).clamp(max=length - 1)]
-    sums += (total_s[last_r] - prefix_r).to(x_T.dtype)[:, None]
-    place = row_s[:, None] * row + torch.arange(row, device=x_T.device)
-    own = seg_T[place.clamp(max=length - 1)] == torch.arange(num_segs, device=x_T.device)[:, None]
-    fix_s = (total_s - total_s[last_r[row_s]]).to(x_T.dtype)
-    flat.index_add_(0, place.flatten(), torch.where(own, fix_s[:, None], 0.0).flatten())
+    length, device = len(x_T), x_T.device
+    row = max(8, min(512, length // len(end_s)))
+    x = F.pad(x_T, (0, -length % row + row)).view(-1, row)                  # with a row to spare
+    sums = x.flip(1).cumsum(1).flip(1)
+    flat, spare = sums.view(-1), sums.numel() - 1
+    first_row_s, last_row_s = start_s // row, end_s // row
+    columns, segments = torch.arange(row, device=device), torch.arange(len(end_s), device=device)[:, None]
+
+    def own(row_s):
+        place = row_s[:, None] * row + columns
+        return place, seg_T[place.clamp(max=length - 1)] == segments
+
+    place, mine = own(last_row_s)
+    in_last_row = torch.where(mine, x[last_row_s], 0.0).flip(1).cumsum(1).flip(1)
+    to_edge_r = sums[:-1, 0].double().cumsum(0)                                             # of the pack, up to each row's edge
+    total_s = F.pad(to_edge_r, (1, 0))[last_row_s] + in_last_row[:, 0]                      # of the pack, up to each segment's end
+    first_r = torch.arange(0, length, row, device=device)
+    last_r = seg_T[(first_r + row - 1).clamp(max=length - 1)]
+    later_r = (total_s[last_r] - to_edge_r).to(x_T.dtype)                                   # of the row's last segment, in later rows
+    within_r = seg_T[first_r] == last_r
+    sums[:-1] += torch.where(within_r, later_r, 0.0)[:, None]
+    flat.scatter_(0, torch.where(mine, place, spare).flatten(), in_last_row.flatten())
+    place, mine = own(first_row_s)
+    later_s = torch.where((first_row_s < last_row_s) & ~within_r[first_row_s], later_r[first_row_s], 0.0)
+    flat.index_add_(0, place.flatten(), torch.where(mine, later_s[:, None], 0.0).flatten())
     return flat[:length]
 
 

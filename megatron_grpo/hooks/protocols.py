@@ -120,6 +120,7 @@ class Episode(Protocol):
     metadata: dict
     tokens: list[int]           # prompt and everything since
     remaining: int              # tokens left under --rollout-max-response-len
+    tokenizer: object           # the Hugging Face tokenizer
 
     async def generate(self, max_new_tokens: int | None = None, stop_token_ids: tuple[int, ...] = ()) -> "Generation":
         """Sample one turn; its tokens join the response with mask 1."""

@@ -1,0 +1,182 @@
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_grpo.advantages import AdvantageInputs, compute_advantages
+from megatron_grpo.config import AdvantageConfig, GRPOConfig, KLConfig
+from megatron_grpo.parallel.layout import Layout
+
+
+def batch(rewards, groups, lengths, mask=None, **more):
+    """Responses only: `lengths` tokens each, all trained on unless `mask` says otherwise."""
+    seq = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    return AdvantageInputs(
+        reward_N=torch.tensor(rewards), group_N=torch.tensor(groups), valid_N=torch.ones(len(rewards), dtype=torch.bool),
+        sample_S=torch.arange(len(rewards)), seq_T=seq, mask_T=torch.tensor(mask or [True] * len(seq)), num_seqs=len(lengths), **more)
+
+
+def run(x, kl=KLConfig(), **settings):
+    return compute_advantages(x, GRPOConfig(advantage=AdvantageConfig(**settings), kl=kl))
+
+
+def test_grpo_is_spread_over_tokens_and_0_where_masked():
+    advantage_T, metrics = run(batch([0.0, 1.0], [3, 3], [2, 3], mask=[True, True, True, False, True]), advantage_eps=0.0)
+    assert advantage_T.tolist() == pytest.approx([-0.5 ** 0.5] * 2 + [0.5 ** 0.5, 0, 0.5 ** 0.5])
+    assert advantage_T.dtype == torch.float32
+    assert [float(v) for v in metrics["zero_std_groups"]] == [0, 1]
+    assert [float(v) for v in metrics["advantage"]] == pytest.approx([0, 4])
+
+
+def test_gdpo_keeps_what_the_sum_loses():
+    """The two cases of arXiv 2601.05242: summed rewards (0, 1) and (0, 2) both give +-0.7071; GDPO gives +-0.7071 and +-1.4142."""
+    def both(second):
+        x = batch([0.0, 1.0 + second], [0, 0], [1, 1],
+                  rewards_N={"a": torch.tensor([0.0, 1.0]), "b": torch.tensor([0.0, second])})
+        summed, _ = run(x, advantage_eps=0.0)
+        decoupled, _ = run(x, advantage_estimator="gdpo", gdpo_reward_keys=("a", "b"), gdpo_batch_norm="none", advantage_eps=0.0)
+        return summed.tolist(), decoupled.tolist()
+
+    assert both(0.0) == (pytest.approx([-0.70711, 0.70711], abs=1e-5), pytest.approx([-0.70711, 0.70711], abs=1e-5))
+    assert both(1.0) == (pytest.approx([-0.70711, 0.70711], abs=1e-5), pytest.approx([-1.41421, 1.41421], abs=1e-5))
+
+
+def test_gdpo_batch_norm_counts_responses_not_tokens():
+    x = batch([0.0] * 4, [0, 0, 1, 1], [1, 9, 2, 3], rewards_N={
+        "a": torch.tensor([0.0, 1.0, 0.0, 1.0]), "b": torch.tensor([1.0, 0.0, 0.0, 1.0])})
+    keys = dict(advantage_estimator="gdpo", gdpo_reward_keys=("a", "b"), advantage_eps=0.0)
+    raw, _ = run(x, gdpo_reward_weights=(1.0, 0.5), gdpo_batch_norm="none", **keys)
+    first = torch.tensor([0, 1, 10, 12])        # one token of each response
+    per_response = raw[first]
+    assert per_response.tolist() == pytest.approx([-0.35355, 0.35355, -1.06066, 1.06066], abs=1e-5)
+    got, metrics = run(x, gdpo_reward_weights=(1.0, 0.5), **keys)
+    assert got[first].tolist() == pytest.approx((per_response / per_response.std()).tolist())
+    over_tokens, _ = run(x, gdpo_reward_weights=(1.0, 0.5), gdpo_batch_norm="tokens", **keys)
+    assert over_tokens.mean().item() == pytest.approx(0, abs=1e-6) and over_tokens.std().item() == pytest.approx(1, abs=1e-5)
+    assert [float(v) for v in metrics["zero_std_groups"]] == [0, 4]
+    with pytest.raises(ValueError, match="--gdpo-reward-keys c: the rewards of this step are named"):
+        run(x, **keys | dict(gdpo_reward_keys=("a", "c")))
+
+
+def test_reinforce_plus_plus_returns_by_hand():
+    # KL 1, 2, -, 4 with a tool token in between: from the end 8 - 4, 8 - 4 - 2, 8 - 4 - 2 - 1 at gamma 1 and coefficient 1
+    x = batch([8.0], [0], [4], mask=[True, True, False, True], kl_T=torch.tensor([1.0, 2.0, float("nan"), 4.0]))
+    rpp = dict(advantage_estimator="reinforce_plus_plus", kl_coef=1.0)
+    assert run(x, **rpp)[0].tolist() == [1, 2, 0, 4]
+    # gamma 0.5 decays between policy tokens only, or over the tool token too
+    assert run(x, gamma=0.5, **rpp)[0].tolist() == [-1 + 0 / 2, -2 + 4 / 2, 0, 4]
+    assert run(x, gamma=0.5, gamma_tool_tokens=True, **rpp)[0].tolist() == [-1 + (-2 + 4 / 4) / 2, -2 + 4 / 4, 0, 4]
+    trailing = replace(x, mask_T=torch.tensor([True, True, True, False]), kl_T=torch.zeros(4))
+    assert run(trailing, gamma=0.5, gamma_tool_tokens=True, **rpp)[0].tolist() == [2, 4, 8, 0]
+
+
+def test_a_fully_masked_sample_is_0_and_changes_nothing():
+    two = batch([8.0, 1.0], [0, 1], [2, 3], kl_T=torch.tensor([0.5, 0.25, 1.0, 2.0, 3.0]))
+    three = batch([8.0, 1.0, 5.0], [0, 1, 2], [2, 3, 2], mask=[True] * 5 + [False] * 2,
+                  kl_T=torch.tensor([0.5, 0.25, 1.0, 2.0, 3.0, float("inf"), float("nan")]))
+    for settings in (dict(kl_coef=0.1), dict(kl_coef=0.1, gamma=0.9), dict(normalize_advantages=True)):
+        alone, _ = run(two, advantage_estimator="reinforce_plus_plus", **settings)
+        together, _ = run(three, advantage_estimator="reinforce_plus_plus", **settings)
+        assert together[:5].tolist() == pytest.approx(alone.tolist())
+        assert together[5:].tolist() == [0, 0]
+
+
+def test_kl_in_the_reward_in_its_three_forms():
+    x = batch([1.0, 2.0], [0, 0], [2, 1], old_logp_T=torch.tensor([-1.0, -1.0, -2.0]), ref_logp_T=torch.tensor([-2.0, -1.5, -1.0]))
+    kl = [1.0, 0.5, -1.0]
+    assert run(x, advantage_estimator="reinforce", kl_coef=0.1, kl_penalty="immediate")[0].tolist() == pytest.approx(
+        [1 - 0.1 * kl[0], 1 - 0.1 * kl[1], 2 - 0.1 * kl[2]])
+    assert run(x, advantage_estimator="reinforce", kl_coef=0.1)[0].tolist() == pytest.approx([0.85, 0.85, 2.1])
+    assert run(x, advantage_estimator="rloo", kl_coef=0.1)[0].tolist() == pytest.approx([0.85 - 2.1] * 2 + [2.1 - 0.85])
+    k2 = run(x, advantage_estimator="reinforce", kl_coef=1.0, kl_penalty="immediate", kl=KLConfig(kl_loss_type="k2"))[0]
+    assert k2.tolist() == pytest.approx([1 - 0.5, 1 - 0.125, 2 - 0.5])
+    with pytest.raises(ValueError, match="--kl-coef needs the log-probs"):
+        run(replace(x, ref_logp_T=None), advantage_estimator="reinforce", kl_coef=0.1)
+
+
+def test_whitening_and_clipping_follow():
+    x = batch([0.0, 1.0, 2.0, 9.0], [0, 1, 2, 3], [1, 1, 1, 1])
+    settings = dict(advantage_estimator="reinforce", normalize_advantages=True)
+    whitened, _ = run(x, **settings)
+    assert whitened.mean().item() == pytest.approx(0, abs=1e-6) and whitened.std().item() == pytest.approx(1, abs=1e-6)
+    assert run(x, advantage_clip=1.0, **settings)[0].tolist() == pytest.approx(whitened.clamp(-1, 1).tolist())
+    population, _ = run(x, whiten_std="population", **settings)
+    assert population.std(unbiased=False).item() == pytest.approx(1, abs=1e-6)
+
+
+def test_batch_std_and_gpg():
+    x = batch([0.0, 1.0, 0.0, 0.0], [0, 0, 1, 1], [1, 1, 1, 1])
+    assert run(x, advantage_std="batch", advantage_eps=0.0)[0].tolist() == pytest.approx([-1, 1, 0, 0])       # std of the batch 0.5
+    assert run(x, advantage_estimator="gpg")[0].tolist() == pytest.approx([-2, 2, 0, 0])        # 4 samples, 1 with a reward
+
+
+def test_hook_and_advantages_as_rewards():
+    x = batch([0.0, 1.0], [0, 0], [1, 2])
+    assert run(replace(x, is_advantage=True))[0].tolist() == [0, 1, 1]
+
+    def hook(inputs, config):
+        assert inputs.estimate_N.tolist() == pytest.approx([-0.5, 0.5])
+        return 2 * inputs.estimate_N[inputs.sample_S][inputs.seq_T]
+
+    config = GRPOConfig(advantage=AdvantageConfig(advantage_std="none"))
+    assert compute_advantages(x, config, SimpleNamespace(advantage=hook))[0].tolist() == [-1, 1, 1]
+
+
+SETTINGS = (dict(), dict(advantage_estimator="opo"), dict(advantage_estimator="rloo", kl_coef=0.1),
+            dict(advantage_estimator="reinforce_plus_plus", kl_coef=0.1, gamma=0.97, normalize_advantages=True),
+            dict(advantage_estimator="reinforce_plus_plus", kl_coef=0.1, gamma=0.9, gamma_tool_tokens=True),
+            dict(advantage_estimator="gdpo", gdpo_reward_keys=("a", "b"), gdpo_batch_norm="tokens", advantage_clip=1.0))
+
+
+def over_ranks(dp, cp, kind, whole_groups):
+    """This rank's advantages by stream position of every sample that it holds, for all SETTINGS.
+
+    Samples go round-robin over data-parallel ranks with the rewards of the whole step on each, or group by group with the rewards
+    of its own groups on each.
+    """
+    rank = dist.get_rank()
+    cp_groups = [dist.new_group(list(range(d * cp, d * cp + cp))) for d in range(dp)]
+    dp_groups = [dist.new_group(list(range(c, dp * cp, cp))) for c in range(cp)]
+    d, c = divmod(rank, cp)
+    lengths, prompts, groups = [9, 4, 12, 7, 1 + 3, 30, 5, 6], [3, 2, 5, 6, 1, 2, 4, 1], [0, 0, 1, 1, 1, 2, 3, 3]
+    generator = torch.Generator().manual_seed(7)
+    rewards = torch.randn(8, generator=generator)
+    named = {k: torch.randn(8, generator=generator) for k in "ab"}
+    streams = [(torch.randn(n, generator=generator), torch.randn(n, generator=generator), torch.rand(n, generator=generator) > 0.3)
+               for n in lengths]
+    mine = [i for i in range(8) if (groups[i] if whole_groups else i) % dp == d]
+    known = mine if whole_groups else list(range(8))
+    layout = Layout(tuple(lengths[i] for i in mine), cp_size=cp, kind=kind)
+    old, ref = (layout.shard(torch.cat([streams[i][k] for i in mine]), c) for k in (0, 1))
+    trained = torch.zeros(layout.num_tokens, dtype=torch.bool)
+    where = layout.response_index([prompts[i] for i in mine])
+    trained[where] = torch.cat([streams[i][2] for i in mine])[where]
+    index = layout.index(c)
+    x = AdvantageInputs(
+        reward_N=rewards[known], group_N=torch.tensor(groups)[known], valid_N=torch.ones(len(known), dtype=torch.bool),
+        sample_S=torch.tensor([known.index(i) for i in mine]), seq_T=layout.seq_ids(c), mask_T=layout.shard(trained, c, False),
+        num_seqs=len(mine), rewards_N={k: v[known] for k, v in named.items()}, old_logp_T=old, ref_logp_T=ref,
+        position_T=torch.where(index < 0, -1, layout.positions(c)), length_S=torch.tensor([lengths[i] for i in mine]),
+        prompt_length_S=torch.tensor([prompts[i] for i in mine]), chunk_T=layout.chunk_ids(c),
+        columns=tuple(layout.columns(r) for r in range(cp)), cp_group=cp_groups[d], dp_cp_group=dist.group.WORLD,
+        sample_group=dp_groups[c] if whole_groups else None)
+    starts = [sum(lengths[:i]) for i in range(8)]
+    place = torch.cat([torch.arange(lengths[i]) + starts[i] for i in mine])
+    out = []
+    for settings in SETTINGS:
+        advantage_T, _ = compute_advantages(x, GRPOConfig(advantage=AdvantageConfig(**settings)))
+        out.append({int(place[p]): float(a) for p, a in zip(index, advantage_T, strict=True) if p >= 0})
+    return out
+
+
+@pytest.mark.parametrize("dp, cp, kind, whole_groups", [(2, 1, "zigzag", False), (2, 1, "zigzag", True), (1, 2, "contiguous", False),
+                                                        (2, 2, "zigzag", True), (1, 4, "zigzag", False)])
+def test_same_on_every_layout(pool, dp, cp, kind, whole_groups):
+    alone = pool.run(over_ranks, 1, 1, "zigzag", False, ranks=1)[0]
+    ranks = pool.run(over_ranks, dp, cp, kind, whole_groups, ranks=dp * cp)
+    for number, want in enumerate(alone):
+        got = {place: value for rank in ranks for place, value in rank[number].items()}
+        assert got.keys() == want.keys()
+        assert [got[p] for p in want] == pytest.approx(list(want.values()), abs=2e-6), SETTINGS[number]
