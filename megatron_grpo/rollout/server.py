@@ -72,12 +72,17 @@ class LocalServer:
 
     @classmethod
     def from_config(cls, config: EngineConfig, model_path: str | os.PathLike, *, routes: bool,
-                    log_directory: str | os.PathLike | None = None, device: str | None = None) -> "LocalServer":
-        """The server of --sglang-launch local, on `device`, by default the GPUs where there are any; its log is `sglang.log`."""
+                    log_directory: str | os.PathLike | None = None, device: str | None = None,
+                    extra: Sequence[str] = ()) -> "LocalServer":
+        """The server of --sglang-launch local, on `device`, by default the GPUs where there are any; its log is `sglang.log`.
+
+        `extra` are the caller's own arguments; --sglang-server-args wins over them.
+        """
         import torch
         return cls(model_path, port=config.sglang_port, dtype=config.sglang_dtype, routes=routes,
-                   device=device or ("cuda" if torch.cuda.is_available() else "cpu"), extra_args=shlex.split(config.sglang_server_args),
-                   start_timeout=config.sglang_start_timeout, log=log_directory and Path(log_directory) / "sglang.log")
+                   device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+                   extra_args=(*extra, *shlex.split(config.sglang_server_args)), start_timeout=config.sglang_start_timeout,
+                   log=log_directory and Path(log_directory) / "sglang.log")
 
     @property
     def url(self) -> str:
@@ -170,16 +175,21 @@ class LocalServer:
         self.stop()
 
 
-def _die_with(parent: int) -> None:
-    """Kill this process group when `parent` is gone. PR_SET_PDEATHSIG would watch the thread that started us, not the process."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os.killpg(0, signal.SIGKILL)
+def die_with_owner() -> None:
+    """In the server: kill this process group when the owner is gone. PR_SET_PDEATHSIG would watch the owner's thread, not the process."""
+    owner = int(os.environ.pop(OWNER))
+
+    def watch():
+        while os.getppid() == owner:
+            time.sleep(0.5)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def main() -> None:
     """The server process: `python -m megatron_grpo.rollout.server <arguments of sglang.launch_server>`."""
-    threading.Thread(target=_die_with, args=(int(os.environ.pop(OWNER)),), daemon=True).start()
+    die_with_owner()
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--device")
     parser.add_argument("--model-path")

@@ -39,7 +39,8 @@ class EngineLink:
                 os.makedirs(self.directory, exist_ok=True)
                 self.server = LocalServer.from_config(engine, self.settings.weights.hf_checkpoint,
                                                       routes=self.settings.routing.use_rollout_routing_replay,
-                                                      log_directory=self.directory)
+                                                      log_directory=self.directory,
+                                                      device=self.settings.trainer.platform)
                 self.server.launch()
                 self.urls = [self.server.url]
             except Exception as failure:

@@ -4,6 +4,8 @@ from contextlib import contextmanager
 
 import torch
 
+from ..weights.live import unwrap
+
 
 class Reference:
     """Host copies of the reference's parameters and buffers, in the order of the model's.
@@ -59,7 +61,7 @@ def load_reference(args, trained) -> Reference:
 
 
 def _state(model: list) -> list[torch.Tensor]:
-    return [t for chunk in model for t in (*chunk.parameters(), *chunk.buffers())]
+    return [t for chunk in map(unwrap, model) for t in (*chunk.parameters(), *chunk.buffers())]
 
 
 @torch.no_grad()
