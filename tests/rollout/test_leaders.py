@@ -12,7 +12,7 @@ from megatron_grpo.rollout.books import Books
 from megatron_grpo.rollout.engine import EngineError
 from megatron_grpo.rollout.tickets import StoreTickets
 
-from .simulated import StubRewards, lengths, make_sampler
+from .simulated import lengths, make_sampler
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def leaders_case(port, steps, options, die=None):
                 raise EngineError("server http://b:2 is gone")
             return await super().generate(request)
     engine = Dying(lengths(2, 30), seconds_per_token=0.001 * (1 + rank))
-    sampler = make_sampler(engine, tickets=StoreTickets(store, rank, ranks), rewards=StubRewards(lambda s: float(s.group_id % 4 > 0)), **options)
+    sampler = make_sampler(engine, tickets=StoreTickets(store, rank, ranks), **options)
 
     async def run():
         result = []

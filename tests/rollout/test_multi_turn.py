@@ -219,6 +219,7 @@ def test_a_cut_conversation_goes_on_in_the_next_step_without_noticing():
             rollout = await sampler.rollout(version)
             if rollout.groups[0].group_id == 0:
                 return version, rollout.groups[0].samples
+        raise AssertionError("the cut conversation never came back")
     version, samples = run_virtual(run())
     assert version >= 2 and (sampler.order[0], 30, 28) in seen
     for sample in samples:
