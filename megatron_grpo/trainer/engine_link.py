@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ..rollout.client import SGLangClient
 from ..rollout.responses import ServedModel
 from ..rollout.server import LocalServer
+from ..weights import has_weights
 from ..weights.publish import WeightPublisher
 from .build import Trained
 from .distribute import agree
@@ -37,10 +38,12 @@ class EngineLink:
         if engine.sglang_launch == "local" and dist.get_rank() == 0:
             try:
                 os.makedirs(self.directory, exist_ok=True)
+                # without weights it starts with random ones: the trainer publishes its own before the first request
+                weights = () if has_weights(self.settings.weights.hf_checkpoint) else ("--load-format", "dummy")
                 self.server = LocalServer.from_config(engine, self.settings.weights.hf_checkpoint,
                                                       routes=self.settings.routing.use_rollout_routing_replay,
                                                       log_directory=self.directory,
-                                                      device=self.settings.trainer.platform)
+                                                      device=self.settings.trainer.platform, extra=weights)
                 self.server.launch()
                 self.urls = [self.server.url]
             except Exception as failure:
