@@ -59,23 +59,29 @@ def _relative(d: torch.Tensor, x: torch.Tensor, maximum: torch.Tensor, scale: fl
 
 
 def _chunks(logits, local, shard, dtype):
-    """(rows, their logits in the support, two work buffers), a chunk at a time."""
+    """(rows, their logits, two work buffers), a chunk at a time; the logits are in the first buffer already where they had to be copied."""
     size = _chunk_rows(len(logits), shard.columns, shard.chunk_size, logits.device.type == "cpu")
     buffers = torch.empty(2, size, shard.columns, dtype=dtype, device=logits.device)
     for start in range(0, len(logits), size):
-        stop = min(start + size, len(logits))
-        x = logits[start:stop, :shard.columns]
+        rows = slice(start, min(start + size, len(logits)))
+        x = logits[rows, :shard.columns]
+        d, e = buffers[:, :len(x)]
+        if logits.dtype != dtype or shard.keep is not None:
+            x = d.copy_(x)
         if shard.keep is not None:
-            keep = shard.keep.dense(start, stop, shard.first, shard.columns)
-            column = local[start:stop].clamp(min=0)[:, None]
-            keep.scatter_(1, column, keep.gather(1, column) | (local[start:stop, None] >= 0))
-            x = x.masked_fill(keep.logical_not_(), -torch.inf)
-        yield slice(start, stop), x, *buffers[:, :stop - start]
+            keep = shard.keep.dense(rows.start, rows.stop, shard.first, shard.columns)
+            column = local[rows, None].clamp(min=0)
+            keep.scatter_(1, column, keep.gather(1, column) | (local[rows, None] >= 0))         # the target always stays
+            x.masked_fill_(keep.logical_not_(), -torch.inf)
+        yield rows, x, d, e
 
 
 def _chunk_rows(rows: int, columns: int, limit: int, cpu: bool) -> int:
-    """Rows of a chunk: few enough for the memory bound (buffers, mask and copy are 1/50 each) and the cache, at least 64k numbers."""
-    size = max(rows // 50, 2 ** 16 // columns)
+    """Rows of a chunk: so few that the two buffers and a mask stay under 0.1 of one float32 [T, V] tensor, and in the cache.
+
+    At least 64k numbers, though, below which the calls cost more than the memory is worth.
+    """
+    size = max(rows // 26, 2 ** 16 // columns)
     if cpu:
         size = min(size, CACHE // columns)
     return max(1, min(size, limit, rows))

@@ -148,5 +148,6 @@ def test_kernels_compile_for_a_gpu_that_is_not_here(name, options, tmp_path):
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=kernel.WARPS))
     assert "ld.global.v4.b32" in compiled.asm["ptx"]
     (tmp_path / "cubin").write_bytes(compiled.asm["cubin"])
-    usage = subprocess.run([triton.knobs.nvidia.cuobjdump.path, "-res-usage", tmp_path / "cubin"], capture_output=True, text=True, check=True)
+    tool = triton.knobs.nvidia.cuobjdump.path
+    usage = subprocess.run([tool, "-res-usage", tmp_path / "cubin"], capture_output=True, text=True, check=True)
     assert "STACK:0" in usage.stdout and "LOCAL:0" in usage.stdout

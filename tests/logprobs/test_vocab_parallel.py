@@ -89,7 +89,7 @@ def test_infinite_logits_have_no_probability():
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 1000])
 def test_chunks_do_not_change_the_result(chunk_size, monkeypatch):
-    monkeypatch.setattr("megatron_grpo.logprobs.chunked._chunk_rows", lambda rows, columns, limit, cpu: limit)
+    monkeypatch.setattr("megatron_grpo.logprobs.chunked._chunk_rows", lambda rows, columns, limit, *_: limit)
     logits, target, weights, kwargs = make(keep=True, vocab_size=41)
     got, want = ours(logits, target, weights, chunk_size=chunk_size, **kwargs), expected(logits, target, weights, **kwargs)
     for g, w in zip(got, want, strict=True):
