@@ -21,5 +21,5 @@ def sglang_server(tmp_path_factory):
     """A real SGLang server of the tiny model in float32, with routed experts; started at the first use."""
     from megatron_grpo.rollout.server import LocalServer
     from tests.rollout.tiny import tiny_qwen3_moe
-    with LocalServer(tiny_qwen3_moe(tmp_path_factory.mktemp("sglang") / "model")) as server:
+    with LocalServer(tiny_qwen3_moe(tmp_path_factory.mktemp("sglang") / "model"), start_timeout=900) as server:
         yield server
