@@ -45,7 +45,9 @@ class Generation:
 
     Attributes:
         output_ids: [n] token ids.
-        logp: [n] float32 log-prob of each under the distribution that the request's temperature gives.
+        logp: [n] float32 log-prob of each under the distribution that the request's temperature gives; with
+            `return_sampling_mask`, under that distribution renormalised over the support that top-p and top-k left.
+        sampling_mask: for each token the int32 ids of that support, or None.
         finish_reason: "stop" | "length" | "abort".
         routes: [rows, L, K] narrow integers, rows = len(input_ids) + n - 1 - routes_start, or None.
         weight_versions: spans (version, start, end) over the output tokens.

@@ -116,7 +116,12 @@ def parse(reply: object, request: GenerationRequest, rid: str, model: ServedMode
         raise BadResponse("length", f"{total} tokens, asked for at most {request.params.max_new_tokens}")
     if finish and finish["type"] != "abort":
         _check_end(finish, ids, total, request)
-    return Part(ids, _logp(meta.get("output_token_logprobs", []), ids), _sampling_mask(meta, ids, request, model), finish, meta)
+    logp, masks = _logp(meta.get("output_token_logprobs", []), ids), _sampling_mask(meta, ids, request, model)
+    if masks is not None:       # renormalised over the support: what the token was really drawn with
+        entries = meta.get("output_token_sampling_logprobs", [])
+        fits = isinstance(entries, list) and len(entries) == len(ids)
+        logp = _logp([[x, t] for x, t in zip(entries, ids, strict=True)] if fits else None, ids)
+    return Part(ids, logp, masks, finish, meta)
 
 
 def finish(part: Part, request: GenerationRequest, model: ServedModel, versions: Sequence[str], server: str) -> Generation:

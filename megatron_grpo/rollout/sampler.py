@@ -30,7 +30,7 @@ from .trajectory import Trajectory
 
 log = logging.getLogger(__name__)
 
-FALLEN = 3      # a step survives fewer fallen groups than this, or than are in flight
+FALLEN = 3      # a step in which any group was sound survives fewer fallen ones than this
 STEP, PAUSE = "between steps", "paused"         # who closes the gate
 TRIES = 2       # a prompt whose group fell to infrastructure twice is dropped
 
@@ -95,7 +95,7 @@ class Sampler:
         """The groups of the step that trains weights number `version`.
 
         Raises:
-            EngineError: as many groups fell to infrastructure as are in flight, here or on another leader.
+            EngineError: as many groups fell to infrastructure as are in flight at a time, here or on another leader.
             ConfigError: the filter refuses too many groups.
         """
         now = asyncio.get_running_loop().time
@@ -117,7 +117,7 @@ class Sampler:
     async def _begin(self, version: int) -> None:
         self.version, self.books, self.kept = version, Books(), []
         self.spares: list[Group] = []
-        self.begun = self.fallen = 0
+        self.begun = self.fallen = self.sound = 0
         self.last_failure = ""
         if self.config.use_rollout_sampling_mask and not self.mask_checked:
             await self._check_sampling_mask()
@@ -154,7 +154,7 @@ class Sampler:
                 await asyncio.wait(self.running, timeout=self.poll_s, return_when=asyncio.FIRST_COMPLETED)
                 self._settle_done()
                 idle_since = now()
-                if self.fallen >= max(self.width, FALLEN):
+                if self.fallen >= self.width and (self.fallen >= FALLEN or not self.sound):
                     raise EngineError(f"{self.fallen} groups of this step fell to infrastructure; the last failure: {self.last_failure}")
             else:
                 await asyncio.sleep(self.poll_s or 0)
@@ -201,6 +201,7 @@ class Sampler:
             self._book(group, self.books.failed, "its group fell")
             self._retry(group)
             return
+        self.sound += 1
         if self.hooks.sampling_filter is not None:
             verdict = self.hooks.sampling_filter(group.sample_group().samples)
             if not verdict.keep:

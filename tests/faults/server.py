@@ -118,6 +118,7 @@ class FaultServer:
                 meta["routed_experts"] = encoded(routes(prompt + ids, body["routed_experts_start_len"]))
         if body.get("return_sampling_mask"):
             meta["output_token_sampling_mask"] = [[t, (t + 1) % VOCAB] for t in ids[since:]]
+            meta["output_token_sampling_logprobs"] = [logp(t) / 2 for t in ids[since:]]
         return {"text": "", "output_ids": ids[since:], "meta_info": meta}
 
     async def answer(self, request, body: dict, spoil: Callable[[dict], object] = lambda message: message, *, cumulative: bool = False):

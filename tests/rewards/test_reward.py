@@ -15,8 +15,8 @@ from megatron_grpo.settings import ConfigError
 
 
 def sample(number=0, response="3", **options):
-    return Sample(number, 0, np.zeros(2, np.int64), 1, np.ones(1, bool), np.zeros(1, np.float32), response=response, prompt="1+2=", label="3",
-                  **options)
+    return Sample(number, 0, np.zeros(2, np.int64), 1, np.ones(1, bool), np.zeros(1, np.float32), response=response, prompt="1+2=",
+                  label="3", **options)
 
 
 def custom(tmp_path, body, name="rm"):

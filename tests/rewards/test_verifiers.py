@@ -6,7 +6,7 @@ import textwrap
 import pytest
 
 from megatron_grpo.rewards import verifiers
-from megatron_grpo.rewards.verifiers import VerifierError, VerifierPool, score_math, score_task
+from megatron_grpo.rewards.verifiers import VerifierError, VerifierPool, score_task
 
 CHAIN = {"source_dataset": "chain_sum", "question": "1 + 2 ="}
 
@@ -20,8 +20,8 @@ def test_a_tasks_own_verifier(response, score):
 
 def test_math_in_a_process_of_its_own():
     """Also what a time limit by signals could not check outside the main thread: this runs in a thread."""
-    cases = [(r"so \boxed{\frac{1}{2}}", "0.5", 1.0), ("The answer is $x^2+1$", "$1+x^2$", 1.0), (r"\boxed{3}", "4", 0.0), ("no idea", "4", 0.0),
-             (r"\boxed{1/3}", r"\frac{1}{3}", 1.0)]
+    cases = [(r"so \boxed{\frac{1}{2}}", "0.5", 1.0), ("The answer is $x^2+1$", "$1+x^2$", 1.0), (r"\boxed{3}", "4", 0.0),
+             ("no idea", "4", 0.0), (r"\boxed{1/3}", r"\frac{1}{3}", 1.0)]
 
     async def run():
         pool = VerifierPool(1, 60.0)
@@ -66,7 +66,8 @@ def test_a_process_that_hangs_dies_or_babbles_is_replaced(scripted):
     async def run():
         pool = VerifierPool(2, 0.5)
         try:
-            for bad, message in (("hang", r"no answer within 0.5 s \(--rm-timeout\)"), ("die", "died: EOFError"), ("garbage", "died: JSONDecode")):
+            for bad, message in (("hang", r"no answer within 0.5 s \(--rm-timeout\)"), ("die", "died: EOFError"),
+                                 ("garbage", "died: JSONDecode")):
                 with pytest.raises(VerifierError, match=message):
                     await pool.score("math", bad, "", {})
                 assert await pool.score("math", "four", "", {}) == 4.0
@@ -82,8 +83,7 @@ def test_waiting_for_a_free_process_is_not_counted_and_others_go_on(scripted):
     async def run():
         pool = VerifierPool(2, 1.0)
         try:
-            results = await asyncio.gather(*(pool.score("math", r, "", {}) for r in ["hang", *["ok"] * 30]), return_exceptions=True)
-            return results
+            return await asyncio.gather(*(pool.score("math", r, "", {}) for r in ["hang", *["ok"] * 30]), return_exceptions=True)
         finally:
             await pool.close()
     first, *others = asyncio.run(run())

@@ -25,6 +25,6 @@ def test_what_cannot_work_is_refused_with_the_fix(options, message):
 
 
 def test_what_works():
-    config = RolloutConfig(use_rollout_sampling_mask=True, rollout_top_k=64, rollout_top_p=0.95, partial_rollout=True, max_weight_staleness=2,
-                           rollout_ahead=1, over_sampling_batch_size=48)
+    config = RolloutConfig(use_rollout_sampling_mask=True, rollout_top_k=64, rollout_top_p=0.95, partial_rollout=True,
+                           max_weight_staleness=2, rollout_ahead=1, over_sampling_batch_size=48)
     assert config.groups_in_flight == 48 and RolloutConfig().groups_in_flight == 32

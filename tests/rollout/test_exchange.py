@@ -16,7 +16,8 @@ def make(sample_id: int, prompt=3, response=4, routes=True, support=True, dtype=
     n = prompt + response
     return Sample(
         sample_id=sample_id, group_id=sample_id // 2, tokens=rng.integers(0, 99, n), prompt_length=prompt,
-        loss_mask=rng.random(response) < 0.5, rollout_logp=-rng.random(response, np.float32), status=Status.TRUNCATED, rollout_id=7, reward=0.5, rewards={"a": 0.5},
+        loss_mask=rng.random(response) < 0.5, rollout_logp=-rng.random(response, np.float32), status=Status.TRUNCATED, rollout_id=7,
+        reward=0.5, rewards={"a": 0.5},
         routes=rng.integers(0, 100, (n - 1, 2, 3)).astype(dtype) if routes else None,
         sampling_mask=[rng.integers(0, 99, rng.integers(1, 5)).astype(np.int32) for _ in range(response)] if support else None,
         weight_versions=[("3", 0, response)], prompt="p\u00e9", response="r", label={"x": [1]}, metadata={"m": (1, "s")}, turns=2)
