@@ -50,6 +50,6 @@ def model_provider(pre_process=True, post_process=True, vp_stage=None, config=No
         rotary_base=settings.rotary_base, rope_scaling=settings.rope_scaling, rope_scaling_factor=settings.rope_scaling_factor,
         seq_len_interpolation_factor=settings.seq_len_interpolation_factor,
         pg_collection=pg_collection or ProcessGroupCollection.use_mpu_process_groups(), vp_stage=vp_stage)
-    if contiguous and hasattr(model, "rotary_pos_emb"):
-        model.rotary_pos_emb.cp_group = platform_cpu.ONE_RANK    # the attention takes this rank's stretch itself
+    if on_cpu and hasattr(model, "rotary_pos_emb"):
+        model.rotary_pos_emb.cp_group = platform_cpu.ONE_RANK    # all positions: the attention takes this rank's own
     return model

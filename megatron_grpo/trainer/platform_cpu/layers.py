@@ -12,9 +12,29 @@ from ...settings import ConfigError
 from .attention import PackedAttention, PackedSelfAttention
 
 
+class Normalize(torch.autograd.Function):
+    """x * w / sqrt(mean(x^2) + eps), in half the passes over memory that autograd makes of it; Zhang and Sennrich (2019), eq. 4."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        unit = wide * scale
+        ctx.save_for_backward(unit, scale, weight)
+        return (unit * weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        unit, scale, weight = ctx.saved_tensors
+        grad_weight = (grad * unit).flatten(0, -2).sum(0).to(weight.dtype)
+        inner = (grad * weight).to(unit.dtype)
+        mean = torch.linalg.vecdot(inner, unit).unsqueeze(-1).div_(unit.shape[-1])
+        return torch.addcmul(inner, unit, mean, value=-1).mul_(scale).to(grad.dtype), grad_weight, None
+
+
 class RMSNorm(torch.nn.Module):
-    """x * w / sqrt(mean(x^2) + eps). The weight is marked sequence_parallel, so that Megatron sums its gradient over TP;
-    the local specification's own norm refuses sequence parallelism."""
+    """RMS normalisation whose weight is marked sequence_parallel, so that Megatron sums its gradient over tensor-parallel
+    ranks; the local specification's own norm refuses sequence parallelism."""
 
     def __init__(self, config, hidden_size, eps=1e-5, **_):
         super().__init__()
@@ -22,7 +42,7 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x):
-        return torch.nn.functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        return Normalize.apply(x, self.weight, self.eps)
 
 
 class _Backend(LocalSpecProvider):
@@ -59,6 +79,8 @@ def mtp_spec(config, vp_stage: int | None = None, contiguous: bool = False):
     """The multi-token-prediction block of this pipeline stage on CPU, or None."""
     if not config.mtp_num_layers:
         return None
+    if contiguous and config.context_parallel_size > 1:
+        raise ConfigError("--mtp-num-layers shifts tokens over zigzag chunks: use --cp-layout zigzag")
     return get_gpt_mtp_block_spec_for_backend(config, _layers(config, contiguous)[-1], _Backend(), vp_stage=vp_stage)
 
 

@@ -1,6 +1,8 @@
-"""How attention on CPU sees a packed batch: the positions of a rank's own rows, and the sequences grouped by length."""
+"""How attention on CPU sees a micro-batch: the positions of this rank's rows, and the sequences grouped by length."""
 
-from dataclasses import dataclass, field
+import copy
+import functools
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -10,57 +12,70 @@ from ...parallel.layout import Layout
 
 
 @dataclass
-class Bucket:
-    """Sequences of like length, as one padded batch. Q local queries and K keys a sequence.
+class Rows(PackedSeqParams):
+    """A PackedSeqParams as one context-parallel rank sees it. A bucket is a batch of B sequences of like length, padded to Q
+    local queries and K keys; a padding query or key repeats row 0, and its output is not read.
 
-    query_BQ: local row of each query (a padding query repeats row 0). key_BK: row of each key among the gathered ones.
-    mask_B1QK: True where a query sees a key; None: causal and square. `rows` of the batch's B*Q outputs are real.
-    """
-
-    query_BQ: torch.Tensor | None
-    key_BK: torch.Tensor | None
-    mask_B1QK: torch.Tensor | None
-    shape: tuple[int, int, int]
-
-
-@dataclass
-class Pack(PackedSeqParams):
-    """The pack as one context-parallel rank sees it: a single stretch of T rows, whose RoPE positions are given.
-
-    position_T: [T] int64, position in its sequence. output_T: [T] int64 or None, place of row t among the buckets' outputs.
+    Attributes:
+        position_T: [T] place in its sequence of each row (thd), or [s] of each row of the padded batch (bshd).
+        query, key: [sum of B Q] local rows and [sum of B K] gathered rows of all buckets. None: all rows as they are.
+        output_T: [T] where each row's output stands among those of the buckets.
+        shapes: (B, Q, K) of each bucket.
+        masks: per bucket [B or 1, 1, Q, K], True where a query sees a key. None: square and causal.
+        cos_sin: the rotary factors of each row, or None.
     """
 
     position_T: torch.Tensor = None
-    buckets: list[Bucket] = field(default_factory=list)
+    query: torch.Tensor | None = None
+    key: torch.Tensor | None = None
     output_T: torch.Tensor | None = None
+    shapes: tuple = ()
+    masks: tuple = ()
+    cos_sin: tuple | None = None
     _rotary: tuple = ()
 
-    @staticmethod
-    def of(params: PackedSeqParams, n: int, rank: int, contiguous: bool, device: torch.device) -> "Pack":
-        """The view of `params` for one rank; made once a micro-batch and kept with it."""
-        if isinstance(params, Pack):
-            return params
-        kept = vars(params).setdefault("_packs", {})
-        key = (n, rank, contiguous, device)
-        if key not in kept:
-            kept[key] = _pack(params, n, rank, contiguous, device)
-        return kept[key]
-
-    def rotary(self, freqs: torch.Tensor) -> torch.Tensor:
-        """[T, 1, 1, d]: the rotary angles of this rank's rows, from those of positions 0.. of one sequence."""
-        if not self._rotary or self._rotary[0] is not freqs:
-            if len(freqs) < self.max_seqlen_kv:
-                raise ValueError(f"packed_seq_params.max_seqlen_q is {len(freqs)}, but a sequence of the pack has {self.max_seqlen_kv} "
-                                 "tokens, padding included: give the longest padded length")
-            self._rotary = (freqs, freqs[self.position_T])
-        return self._rotary[1]
+    def rotated(self, angles, scale: float, dtype: torch.dtype) -> "Rows":
+        """These rows with rotary factors scale * cos and scale * sin of `angles` [positions, 1, 1, d]."""
+        if angles is None:
+            return self
+        if not self._rotary or self._rotary[0] is not angles or self._rotary[1].dtype != dtype:
+            longest = int(self.position_T.max()) + 1
+            if len(angles) < longest:
+                raise ValueError(f"rotary angles for {len(angles)} positions, but a sequence has {longest}, padding included: "
+                                 "give the longest padded length as packed_seq_params.max_seqlen_q")
+            mine = angles[self.position_T]
+            if self.qkv_format == "thd":
+                mine = mine.squeeze(1)
+            self._rotary = (angles, (mine.cos() * scale).to(dtype), (mine.sin() * scale).to(dtype))
+        rows = copy.copy(self)      # not set in place: a recompute in the backward must see what its forward saw
+        rows.cos_sin = self._rotary[1:]
+        return rows
 
 
-def _pack(params, n, rank, contiguous, device) -> Pack:
+def packed_rows(params: PackedSeqParams, n: int, rank: int, contiguous: bool, device: torch.device) -> Rows:
+    """The rows of a packed micro-batch on rank `rank` of n; made once a micro-batch and kept with its `params`."""
+    kept = vars(params).setdefault("_rows", {})
+    key = (n, rank, contiguous, device)
+    if key not in kept:
+        kept[key] = _packed_rows(params, n, rank, contiguous, device)
+    return kept[key]
+
+
+@functools.lru_cache(maxsize=8)
+def padded_rows(s: int, n: int, rank: int, contiguous: bool, device: torch.device) -> Rows:
+    """The rows of a padded batch of which each rank holds s positions."""
+    layout = Layout((n * s,), cp_size=n, kind="contiguous" if contiguous else "zigzag", qkv_format="bshd")
+    where = torch.stack([layout.index(r) for r in range(n)]).to(device)     # [n, s] positions on each rank
+    rows = Rows(qkv_format="bshd", position_T=where[rank])
+    if n > 1:
+        rows.key, rows.masks = where.flatten().argsort(), (where[rank, :, None] >= torch.arange(n * s, device=device),)
+    return rows
+
+
+def _packed_rows(params, n, rank, contiguous, device) -> Rows:
     cu = params.cu_seqlens_q_padded if params.cu_seqlens_q_padded is not None else params.cu_seqlens_q
     offsets = cu.cpu().numpy().astype(np.int64)
-    lengths = np.diff(offsets)
-    total = int(offsets[-1])
+    lengths, total = np.diff(offsets), int(offsets[-1])
     if n > 1 and (total % n if contiguous else (lengths % (2 * n)).any()):
         raise ValueError(f"context parallel size {n}: " + (
             f"the pack has {total} tokens, not a multiple of {n}" if contiguous
@@ -68,40 +83,42 @@ def _pack(params, n, rank, contiguous, device) -> Pack:
     sequence = np.repeat(np.arange(len(lengths)), lengths)
     position = np.arange(total) - offsets[:-1][sequence]
     layout = Layout(tuple(lengths), cp_size=n, kind="contiguous" if contiguous else "zigzag")   # padded already: it adds nothing
-    rows = np.stack([layout.index(r).numpy() for r in range(n)])    # [n, T] rows of the pack on each rank
-    mine, gathered = rows[rank], np.empty(total, np.int64)
-    gathered[rows.ravel()] = np.arange(total)
-    buckets, output = _buckets(sequence[mine], position[mine], offsets, gathered, device)
-    T = len(mine)
-    one = torch.tensor([0, T], dtype=torch.int32, device=device)
-    pack = Pack(qkv_format="thd", cu_seqlens_q=one, cu_seqlens_kv=one, max_seqlen_q=T, max_seqlen_kv=int(lengths.max(initial=0)))
-    pack.position_T = torch.from_numpy(position[mine]).to(device)
-    pack.buckets, pack.output_T = buckets, output
-    return pack
+    held = np.stack([layout.index(r).numpy() for r in range(n)])    # [n, T] rows of the pack on each rank
+    gathered = np.empty(total, np.int64)
+    gathered[held.ravel()] = np.arange(total)
+    rows = Rows(qkv_format="thd", position_T=torch.from_numpy(position[held[rank]]).to(device))
+    _bucket(rows, sequence[held[rank]], position[held[rank]], offsets, gathered, device)
+    return rows
 
 
-def _buckets(sequence_T, position_T, offsets, gathered, device):
+def _bucket(rows: Rows, sequence_T, position_T, offsets, gathered, device):
     """Group the sequences that this rank has queries of by length, so that padding costs at most about a quarter."""
-    held, first, count = np.unique(sequence_T, return_index=True, return_counts=True)
+    seqs, first, count = np.unique(sequence_T, return_index=True, return_counts=True)
     last = np.maximum.reduceat(position_T, first) + 1           # keys that the last local query sees
-    order = np.argsort(last, kind="stable")
-    groups, start = [], 0
-    for i in range(1, len(order) + 1):
-        if i == len(order) or last[order[i]] > max(16, 1.25 * last[order[start]]):
-            groups.append(order[start:i])
-            start = i
-    buckets, output, base = [], np.empty(len(sequence_T), np.int64), 0
-    for group in groups:
+    queries, keys, shapes, masks, output, base = [], [], [], [], np.empty(len(sequence_T), np.int64), 0
+    for group in _groups(last):
         B, Q, K = len(group), int(count[group].max()), int(last[group].max())
-        query, where = np.zeros((B, Q), np.int64), np.zeros((B, Q), np.int64)
-        key = np.zeros((B, K), np.int64)
+        query, where, key = np.zeros((B, Q), np.int64), np.zeros((B, Q), np.int64), np.zeros((B, K), np.int64)
         for b, g in enumerate(group):
-            rows = np.arange(first[g], first[g] + count[g])
-            query[b, :count[g]], where[b, :count[g]] = rows, position_T[rows]
-            key[b, :last[g]] = gathered[offsets[held[g]]:offsets[held[g]] + last[g]]
-            output[rows] = base + b * Q + np.arange(count[g])
+            mine = np.arange(first[g], first[g] + count[g])
+            query[b, :count[g]], where[b, :count[g]] = mine, position_T[mine]
+            key[b, :last[g]] = gathered[offsets[seqs[g]]:offsets[seqs[g]] + last[g]]
+            output[mine] = base + b * Q + np.arange(count[g])
         base += B * Q
-        square = Q == K and (where == np.arange(Q)).sum() == count[group].sum() and (count[group] == last[group]).all()
-        mask = None if square else torch.from_numpy(where[:, None, :, None] >= np.arange(K)).to(device)
-        buckets.append(Bucket(torch.from_numpy(query).to(device), torch.from_numpy(key).to(device), mask, (B, Q, K)))
-    return buckets, torch.from_numpy(output).to(device)
+        causal = Q == K and (count[group] == last[group]).all()      # each query's place is its position
+        queries.append(query.ravel())
+        keys.append(key.ravel())
+        shapes.append((B, Q, K))
+        masks.append(None if causal else torch.from_numpy(where[:, None, :, None] >= np.arange(K)).to(device))
+    rows.query, rows.key = (torch.from_numpy(np.concatenate(x)).to(device) for x in (queries, keys))
+    rows.output_T, rows.shapes, rows.masks = torch.from_numpy(output).to(device), tuple(shapes), tuple(masks)
+
+
+def _groups(length):
+    """Indices of like lengths: the longest of a group is at most a quarter longer than its shortest."""
+    order = np.argsort(length, kind="stable")
+    start = 0
+    for i in range(1, len(order) + 1):
+        if i == len(order) or length[order[i]] > max(16, 1.25 * length[order[start]]):
+            yield order[start:i]
+            start = i
