@@ -47,7 +47,8 @@ class EngineControl:
         except urllib.error.HTTPError as error:
             says = error.read()[:500].decode(errors="replace")
             if error.code == 404:
-                raise NotFound(f"{self.url}{path} does not exist: give the SGLang server itself, not a router, and a release that has it") from None
+                raise NotFound(f"{self.url}{path} does not exist: give the SGLang server itself, not a router, and a release that "
+                               "has it") from None
             raise EngineError(f"{self.url}{path} answered {error.code}: {says}") from None
         except TimeoutError:
             raise EngineError(f"{self.url}{path} gave no answer in {deadline:.0f} s (--weight-sync-timeout)") from None
@@ -110,7 +111,8 @@ class EngineControl:
     # ---- weights ------------------------------------------------------------------------------------------------------
 
     def update_from_disk(self, path: str, version: str, flush: bool) -> None:
-        self.request("/update_weights_from_disk", {"model_path": path, "weight_version": version, "flush_cache": flush})
+        # load_format: an engine that was started with random weights has to read these ones all the same
+        self.request("/update_weights_from_disk", {"model_path": path, "load_format": "auto", "weight_version": version, "flush_cache": flush})
 
     def set_version(self, version: str) -> None:
         self.request("/update_weight_version", {"new_version": version, "abort_all_requests": False})
