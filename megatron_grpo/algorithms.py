@@ -53,13 +53,12 @@ def resolve_algorithm(args: argparse.Namespace) -> GRPOConfig:
         values.pop("kl_loss_coef", None)        # --no-use-kl-loss takes the recipe's coefficient with it
     if values.get("reducer") == "seq_mean_token_sum_norm" and values.get("loss_norm_length") is None:
         values["loss_norm_length"] = getattr(args, "rollout_max_response_len", None)
-    config = GRPOConfig(**{section: cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
-                           for section, cls in SECTIONS.items()})
-    refuse(config, given, {n: getattr(args, n) for n in OUTSIDE if hasattr(args, n)})
+    sections = {section: cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values}) for section, cls in SECTIONS.items()}
+    refuse(argparse.Namespace(**sections), given, {n: getattr(args, n) for n in OUTSIDE if hasattr(args, n)})
     args.algorithm = name
-    for section in SECTIONS:
-        vars(args).update({f.name: getattr(getattr(config, section), f.name) for f in fields(SECTIONS[section])})
-    return config
+    for section in sections.values():
+        vars(args).update(vars(section))
+    return GRPOConfig(**sections)
 
 
 def _name(args, chosen: dict) -> str | None:

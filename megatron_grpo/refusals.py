@@ -94,6 +94,10 @@ PAIRS = [
     Rule(("gdpo_batch_norm", "normalize_advantages"),
          lambda v: v.advantage_estimator == "gdpo" and v.gdpo_batch_norm == "tokens" and v.normalize_advantages,
          "--gdpo-batch-norm tokens and --normalize-advantages do the same thing twice: drop --normalize-advantages"),
+    Rule(("advantage_estimator", "overlong_buffer_len", "gdpo_reward_keys"),
+         lambda v: v.advantage_estimator == "gdpo" and v.overlong_buffer_len > 0 and "overlong" not in v.gdpo_reward_keys,
+         "--overlong-buffer-len adds a reward named overlong, and --advantage-estimator gdpo sees named rewards only: add overlong to "
+         "--gdpo-reward-keys, or set --overlong-buffer-len 0"),
     Rule(("advantage_estimator", "n_samples_per_prompt"),
          lambda v: v.advantage_estimator in GROUP_ESTIMATORS and v.n_samples_per_prompt == 1 and v.singleton_advantage == "zero",
          "--advantage-estimator {advantage_estimator} compares samples of one prompt and --n-samples-per-prompt is 1, so that every "
@@ -203,11 +207,11 @@ UNUSED = [
 ]
 
 
-def refuse(config, given: Collection[str] = (), outside: dict[str, Any] | None = None) -> None:
-    """Raise ConfigError with every contradiction in `config` (a GRPOConfig), or return.
+def refuse(config, given: Collection[str] | None = None, outside: dict[str, Any] | None = None) -> None:
+    """Raise ConfigError with every contradiction in `config` (the sections of a GRPOConfig), or return.
 
     Args:
-        given: names of the settings that the user gave.
+        given: names of the settings that the user gave; None: the config was made by hand, so that all of them were meant.
         outside: settings of other rooms, by name; see OUTSIDE.
     """
     messages = [message for _, message in broken(config, given, outside)]
@@ -215,12 +219,12 @@ def refuse(config, given: Collection[str] = (), outside: dict[str, Any] | None =
         raise ConfigError("\n".join(dict.fromkeys(messages)))
 
 
-def broken(config, given: Collection[str] = (), outside: dict[str, Any] | None = None) -> list[tuple[Rule | Unused, str]]:
+def broken(config, given: Collection[str] | None = None, outside: dict[str, Any] | None = None) -> list[tuple[Rule | Unused, str]]:
     """The rules that `config` breaks, each with its message."""
     v = _flatten(config, given, outside or {})
     found = [(rule, rule.why.format(**vars(v))) for rule in (*VALUES, *PAIRS) if rule.when(v)]
     for rule in UNUSED:
-        names = [n for n in rule.flags if n in given and _acts(config, n)]
+        names = [n for n in rule.flags if n in (given or ()) and _acts(config, n)]
         if names and not rule.used(v):
             which, it = ", ".join(map(flag, names)), "it" if len(names) == 1 else "them"
             found.append((rule, f"{which} would have no effect: {rule.why.format(**vars(v))}, or drop {it}"))
@@ -234,7 +238,7 @@ def _acts(config, name: str) -> bool:
 
 
 def _sections(config) -> list:
-    return [getattr(config, f.name) for f in fields(config)]
+    return list(vars(config).values())
 
 
 def _flatten(config, given, outside) -> SimpleNamespace:
@@ -243,7 +247,7 @@ def _flatten(config, given, outside) -> SimpleNamespace:
         v.__dict__.update({f.name: getattr(section, f.name) for f in fields(section)})
     v.__dict__.update({name: value for name, value in outside.items() if name in OUTSIDE})
     v.group_std, v.kl_form = config.advantage.group_std, config.advantage.kl_form
-    v.bad_rejection, v.given = _bad_rejection(v.rejection), given.__contains__
+    v.bad_rejection, v.given = _bad_rejection(v.rejection), lambda name: given is None or name in given
     return v
 
 
