@@ -20,7 +20,7 @@ import torch.multiprocessing as mp
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.meter import Collectives, copy_bandwidth, peak_bytes, seconds
+from benchmarks.meter import Collectives, copy_bandwidth, free_port, peak_bytes, seconds
 from megatron_grpo.logprobs import vocab_parallel_logprob
 
 
@@ -123,7 +123,7 @@ def main():
     torch.set_num_threads(1)
     with mp.Manager() as manager:
         results = manager.dict()
-        mp.spawn(count_collectives, (2, _free_port(), results), nprocs=2)
+        mp.spawn(count_collectives, (2, free_port(), results), nprocs=2)
         collectives = dict(results)
 
     source = torch.randn(args.tokens, args.vocab, device=device).to(dtype).requires_grad_()
@@ -146,13 +146,6 @@ def main():
             row += f"{time * 1e3:>10.2f}{floors[train] / time:>10.1%}{extra:>10.3f}"
         count, size = collectives.get(name, ("-", 0)) if "Triton" not in name else collectives["this, PyTorch"]
         print(row + f"{count:>12}{size:>12.0f}")
-
-
-def _free_port():
-    import socket
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import socket
 import time
 from dataclasses import dataclass, field
 
@@ -55,6 +56,13 @@ def copy_bandwidth(device: torch.device, megabytes: int = 256) -> float:
     a = torch.zeros(megabytes << 20, dtype=torch.uint8, device=device)
     b = torch.empty_like(a)
     return 2 * a.numel() / seconds(lambda: b.copy_(a), device)
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Collectives of the loss, the advantages and the metrics. Every rank of the group enters each of them, also with no tokens."""
+"""Collectives of the loss and the metrics. Every rank of the group enters each of them, also with no tokens."""
 
 import zlib
 
@@ -80,31 +80,6 @@ def all_gather(x: torch.Tensor, group: ProcessGroup | None = None) -> torch.Tens
         [ranks, *x.shape], equal on every rank.
     """
     return _AllGather.apply(x, group)
-
-
-def moments(x_T: torch.Tensor, mask_T: torch.Tensor, group: ProcessGroup | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Count, mean and sum of squared deviations of the masked values of all ranks, by one all-gather of three numbers.
-
-    Each rank's deviations are taken from its own mean and then moved to the common one (Chan, Golub and LeVeque, 1979), in float64,
-    so that a large mean costs no digits. A rank without values is legal; without any values at all everything is 0.
-
-    Args:
-        x_T: [T] float; values where the mask is False are ignored, also non-finite ones.
-        mask_T: [T] bool.
-        group: every rank that holds different values: data and context parallel, never tensor or pipeline parallel.
-
-    Returns:
-        (count, mean, m2), float64 scalars, equal on every rank, without gradient; m2 / count is the population variance.
-    """
-    mask = mask_T.to(torch.float64)
-    x = x_T.detach().to(torch.float64).masked_fill(~mask_T, 0)
-    count = mask.sum()
-    mean = x.sum() / count.clamp(min=1)
-    m2 = ((x - mean).square() * mask).sum()
-    counts, means, m2s = all_gather(torch.stack([count, mean, m2]), group).unbind(1)
-    total = counts.sum()
-    mean = (counts * means).sum() / total.clamp(min=1)
-    return total, mean, m2s.sum() + (counts * (means - mean).square()).sum()
 
 
 def reduce_means(metrics: dict[str, tuple[torch.Tensor, torch.Tensor]], group: ProcessGroup | None = None,
