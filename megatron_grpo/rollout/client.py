@@ -13,7 +13,7 @@ import resource
 import time
 import uuid
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -21,7 +21,7 @@ import numpy as np
 
 from .config import EngineConfig
 from .engine import EngineError, Generation, GenerationRequest, SamplingParams
-from .fleet import Fleet, Server, expire
+from .fleet import Fleet, NoServer, Server, expire
 from .responses import BadResponse, Part, ServedModel, body, finish, joined, read, rest
 from .server_check import check_server, describe, vocabulary_fault
 from .wire import Lost, Wire
@@ -45,6 +45,12 @@ class ClientStats:
     rescued_tokens: int = 0                                     # received from a server that was then lost, and used
     left_out: int = 0                                           # times that a server was left out
     taken_back: int = 0
+
+
+class _Dropped(EngineError):
+    def __init__(self, reason: str, message: str):
+        super().__init__(message)
+        self.reason = reason
 
 
 @dataclass(eq=False)
@@ -96,11 +102,11 @@ class SGLangClient:
         self.wire = Wire(self.config.api_key, self.config.sglang_stall_timeout)
         self.fleet = Fleet(self.urls, self.config, self._healthy, self._count_change)
         if check:
-            faults = await asyncio.gather(*(self._faults(server) for server in self.fleet.servers))
-            faults = [f"{url}: {fault}" for url, found in zip(self.urls, faults, strict=True) for fault in found]
-            if faults:
+            found = await asyncio.gather(*(self._faults(server) for server in self.fleet.servers))
+            lines = [f"{url}: {fault}" for url, faults in zip(self.urls, found, strict=True) for fault in faults]
+            if lines:
                 await self.close()
-                raise EngineError("\n".join(faults))
+                raise EngineError("\n".join(lines))
         self.fleet.watch()
         return self
 
@@ -131,7 +137,7 @@ class SGLangClient:
                 return faults
             if fault := await vocabulary_fault(self.wire, server.url, self.model):
                 return [fault]
-            await self._attempt(_Call(probe, server=server), 0)
+            await self._attempt(_Call(probe), server, 0)
         except (EngineError, Lost, BadResponse) as error:
             return [f"a first request failed: {error}"]
         return []
@@ -152,12 +158,14 @@ class SGLangClient:
             generation = await self._attempts(call)
             dropped = ""
             return generation
-        except (BadResponse, Lost) as failure:
-            dropped = failure.reason
-            raise EngineError(f"request {request.request_id} is dropped after {self.config.sglang_retries + 1} attempts; the last, at "
-                              f"{call.server.url}: {failure}") from None
+        except _Dropped as error:
+            dropped = error.reason
+            raise
+        except NoServer:
+            dropped = "no server"
+            raise
         except EngineError:
-            dropped = "not accepted" if call.server else "no server"
+            dropped = "not accepted"
             raise
         finally:
             del self._calls[request.request_id]
@@ -178,64 +186,58 @@ class SGLangClient:
     async def _attempts(self, call: _Call) -> Generation:
         avoid: tuple[Server, ...] = ()
         for attempt in range(self.config.sglang_retries + 1):
-            if call.aborted or not await self._waited(call, self._to_server(call, avoid)):
+            server = None if call.aborted else await _unless_aborted(call, self.fleet.acquire(call.request.session, avoid))
+            if server is None:
                 break
             try:
-                generation = await self._attempt(call, attempt)
-                call.server.failures = 0
+                generation = await self._attempt(call, server, attempt)
+                server.failures = 0
                 return generation
-            except BadResponse as error:
-                failure, pause, call.held = error, 0.0, None
-                self.stats.refused[error.reason] += 1
-            except Lost as error:
-                failure, pause = error, error.wait
-                self.stats.lost[error.reason] += 1
-                if error.gone:
-                    self.fleet.leave_out(call.server, str(error))
-                else:
-                    call.server.suspected.set()
+            except (BadResponse, Lost) as error:
+                failure = error
             finally:
-                self.fleet.release(call.server)
-            logger.info("request %s at %s: %s", call.request.request_id, call.server.url, failure)
-            call.server.failures += 1
+                self.fleet.release(server)
+            logger.info("request %s at %s: %s", call.request.request_id, server.url, failure)
+            server.failures += 1
+            pause = self._book(call, server, failure)
             if call.aborted:
                 break
             if attempt == self.config.sglang_retries:
-                raise failure
-            avoid = (call.server,)
+                raise _Dropped(failure.reason, f"request {call.request.request_id} is dropped after {attempt + 1} attempts; the last, at "
+                                               f"{server.url}: {failure}")
+            avoid = (server,)
             pause = max(pause, min(self.backoff * 2 ** attempt, BACKOFF_CAP) * random.uniform(0.5, 1.5))
-            if not await self._waited(call, asyncio.sleep(pause)):
+            if not await _unless_aborted(call, asyncio.sleep(pause, True)):
                 break
         return self._partial(call)
 
-    async def _to_server(self, call: _Call, avoid: Sequence[Server]) -> None:
-        call.server = None
-        call.server = await self.fleet.acquire(call.request.session, avoid)
+    def _book(self, call: _Call, server: Server, failure: BadResponse | Lost) -> float:
+        """Returns the seconds that the server asks to be left alone."""
+        if isinstance(failure, BadResponse):
+            self.stats.refused[failure.reason] += 1
+            call.held = None
+            return 0.0
+        self.stats.lost[failure.reason] += 1
+        if failure.gone:
+            self.fleet.leave_out(server, str(failure))
+        else:
+            server.suspected.set()
+        return failure.wait
 
-    async def _waited(self, call: _Call, waiting: Coroutine) -> bool:
-        """Await it; False if the call was aborted meanwhile."""
-        try:
-            async with asyncio.timeout(None) as call.scope:
-                await waiting
-        except TimeoutError:
-            return False
-        finally:
-            call.scope = None
-        return True
-
-    async def _attempt(self, call: _Call, attempt: int) -> Generation:
-        """One try at `call.server`.
-
+    async def _attempt(self, call: _Call, server: Server, attempt: int) -> Generation:
+        """
         Raises:
             Lost, BadResponse: to be tried again. EngineError: the server will never accept it.
         """
-        server, request = call.server, rest(call.request, call.held)
-        rid = call.rid = f"{self._nonce}.{request.request_id}.{attempt};"     # SGLang aborts by prefix: no id may begin another one
+        request = rest(call.request, call.held)
+        call.server, rid = server, f"{self._nonce}.{request.request_id}.{attempt};"     # SGLang aborts by prefix: none may begin another
+        call.rid = rid
         known = len(self.versions)
         part: Part | None = None
         try:
-            async with asyncio.timeout(self.config.sglang_request_timeout) as call.scope:
-                server.scopes.add(call.scope)
+            async with asyncio.timeout(self.config.sglang_request_timeout) as scope:
+                call.scope = scope
+                server.scopes.add(scope)
                 async for raw in self.wire.generate(server.url, body(request, rid, self.config.sglang_stream_interval)):
                     part = await _aside(len(raw), read, raw, request, rid, self.model, part, server.url)
                     if part.finish:
@@ -246,30 +248,31 @@ class SGLangClient:
                 generation = await _aside(part.nbytes, finish, part, request, self.model, allowed, server.url)
             return self._with_held(call, generation)
         except TimeoutError:
-            self._hold(call, part)
+            self._hold(call, part, server.url)
             if call.aborted:
                 raise Lost("aborted", "and the server did not end it in time") from None
             if not server.up:
                 raise Lost("left out", server.why) from None
             raise Lost("timeout", f"no end within {self.config.sglang_request_timeout:g} s (--sglang-request-timeout)") from None
         except Lost:
-            self._hold(call, part)
+            self._hold(call, part, server.url)
             raise
         finally:
-            server.scopes.discard(call.scope)
+            if call.scope is not None:
+                server.scopes.discard(call.scope)
             call.scope, call.rid = None, ""
             if (part is None or not part.finish) and server.up:
                 self._later(self._abort_at(server, rid))
 
     # ---- what is kept of lost attempts ------------------------------------------------------------------------------------------
 
-    def _hold(self, call: _Call, part: Part | None) -> None:
+    def _hold(self, call: _Call, part: Part | None, url: str) -> None:
         """Keep the tokens that an attempt brought before it was lost, if they leave something to do."""
         request = replace(rest(call.request, call.held), return_routes=False)       # they come with the last message only
         if part is None or part.finish or not 0 < len(part.output_ids) < request.params.max_new_tokens:
             return
         try:
-            call.held = joined(call.held, finish(replace(part, finish={"type": "abort"}), request, self.model, (), call.server.url))
+            call.held = joined(call.held, finish(part, request, self.model, (), url))
         except BadResponse:
             call.held = None
 
@@ -300,18 +303,19 @@ class SGLangClient:
         await asyncio.gather(*(self._abort(call) for call in calls))
 
     async def _abort(self, call: _Call) -> None:
-        if call.rid and await self._abort_at(call.server, call.rid):
-            self._later(self._insist(call, call.rid))
+        server, rid = call.server, call.rid
+        if server and rid and await self._abort_at(server, rid):
+            self._later(self._insist(call, server, rid))
         else:
             expire(call.scope)
 
-    async def _insist(self, call: _Call, rid: str) -> None:
+    async def _insist(self, call: _Call, server: Server, rid: str) -> None:
         """An abort that overtakes its request finds nothing; a hung server never ends it."""
         for _ in range(ABORT_GRACE):
             await asyncio.sleep(1)
-            if not rid or call.rid != rid:
+            if call.rid != rid:
                 return
-            await self._abort_at(call.server, rid)
+            await self._abort_at(server, rid)
         expire(call.scope)
 
     async def _abort_at(self, server: Server, rid: str) -> bool:
@@ -372,6 +376,17 @@ class SGLangClient:
         task = asyncio.create_task(coroutine)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+
+async def _unless_aborted[T](call: _Call, waiting: Awaitable[T]) -> T | None:
+    """Its result, or None if the call is aborted meanwhile."""
+    try:
+        async with asyncio.timeout(None) as call.scope:
+            return await waiting
+    except TimeoutError:
+        return None
+    finally:
+        call.scope = None
 
 
 async def _aside(nbytes: int, function, *args):

@@ -28,6 +28,10 @@ def expire(scope: asyncio.Timeout | None) -> None:
         scope.reschedule(asyncio.get_running_loop().time())
 
 
+class NoServer(EngineError):
+    """None was usable for too long."""
+
+
 class Server:
     """One url, and this client's view of it."""
 
@@ -68,7 +72,7 @@ class Fleet:
         """A server with room for one more request; `release` it. The conversation's own one, else the least loaded.
 
         Raises:
-            EngineError: no server was healthy for --sglang-down-timeout.
+            NoServer: none was healthy for --sglang-down-timeout.
         """
         while (server := self._choose(session, avoid)) is None:
             waiter = asyncio.get_running_loop().create_future()
@@ -77,7 +81,7 @@ class Fleet:
                 async with asyncio.timeout(self._patience()):
                     await waiter
             except TimeoutError:
-                raise EngineError(self._all_down()) from None
+                raise NoServer(self._all_down()) from None
             except BaseException:
                 if waiter.done() and not waiter.cancelled():    # woken and cancelled at the same time: the room is another's
                     self._wake(1)

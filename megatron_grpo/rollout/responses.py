@@ -128,7 +128,7 @@ def finish(part: Part, request: GenerationRequest, model: ServedModel, versions:
     """The Generation of a whole attempt.
 
     Args:
-        part: all its tokens, with the meta_info of the last message.
+        part: all its tokens, with the meta_info of the last message; one that is not finished counts as aborted.
         versions: weight versions that its tokens may have, () for any.
 
     Raises:
@@ -136,7 +136,7 @@ def finish(part: Part, request: GenerationRequest, model: ServedModel, versions:
     """
     count = len(part.output_ids)
     routes = None
-    if request.return_routes and count:
+    if request.return_routes and model.routes is not None and count:
         payload = part.meta.get("routed_experts")
         if not isinstance(payload, str):
             raise BadResponse("no routes", "meta_info has no routed_experts: start the server with --enable-return-routed-experts, and "
@@ -154,7 +154,8 @@ def finish(part: Part, request: GenerationRequest, model: ServedModel, versions:
         # The weights changed in mid-request. With pause mode `retract` the engine has read everything again, so the rows before the
         # change are the new weights', while the log-probs there are the old ones'; nothing tells the mode.
         routes = forget(routes, max(len(request.input_ids) + spans[-1][1] - 1 - request.routes_start, 0))
-    return Generation(request.request_id, part.output_ids, part.logp, part.finish["type"], routes, part.sampling_mask, spans,
+    reason = part.finish["type"] if part.finish else "abort"
+    return Generation(request.request_id, part.output_ids, part.logp, reason, routes, part.sampling_mask, spans,
                       int(part.meta.get("cached_tokens") or 0), server)
 
 
@@ -231,17 +232,16 @@ def read(raw: bytes, request: GenerationRequest, rid: str, model: ServedModel, b
     except (ValueError, RecursionError) as error:
         raise BadResponse("malformed", f"not JSON: {error}") from None
     if isinstance(reply, dict) and "error" in reply:
-        error = reply["error"] if isinstance(reply["error"], dict) else {"message": reply["error"]}
-        raise refusal(server, _status(error.get("code")), str(error.get("message")))
+        fault = reply["error"] if isinstance(reply["error"], dict) else {"message": reply["error"]}
+        raise refusal(server, _status(fault.get("code")), str(fault.get("message")))
     held = len(before.output_ids) if before else 0
     part = parse(reply, request, rid, model, held)
     if part.finish and part.finish["type"] == "abort" and part.finish.get("status_code"):
         raise refusal(server, _status(part.finish["status_code"]), str(part.finish.get("message")))
-    if not held or part.meta.get("completion_tokens") == len(part.output_ids):
+    if before is None or part.meta.get("completion_tokens") == len(part.output_ids):
         return part
-    masks = None if part.sampling_mask is None else [*before.sampling_mask, *part.sampling_mask]
     return replace(part, output_ids=[*before.output_ids, *part.output_ids], logp=np.concatenate([before.logp, part.logp]),
-                   sampling_mask=masks)
+                   sampling_mask=_chained(before.sampling_mask, part.sampling_mask))
 
 
 def rest(request: GenerationRequest, held: Generation | None) -> GenerationRequest:
@@ -264,8 +264,12 @@ def joined(held: Generation | None, more: Generation) -> Generation:
         raise BadResponse("weight version", "the weights changed while the request moved to another server")
     ids = [*held.output_ids, *more.output_ids]
     spans = [(version, 0, len(ids)) for version, _, _ in held.weight_versions[:1] or more.weight_versions[:1]]
-    masks = None if more.sampling_mask is None else [*held.sampling_mask, *more.sampling_mask]
-    return replace(more, output_ids=ids, logp=np.concatenate([held.logp, more.logp]), weight_versions=spans, sampling_mask=masks)
+    return replace(more, output_ids=ids, logp=np.concatenate([held.logp, more.logp]), weight_versions=spans,
+                   sampling_mask=_chained(held.sampling_mask, more.sampling_mask))
+
+
+def _chained(first: list | None, second: list | None) -> list | None:
+    return None if first is None or second is None else [*first, *second]
 
 
 def _status(code: object) -> int:

@@ -67,7 +67,7 @@ class LocalServer:
         self.extra_args, self.start_timeout, self.log = tuple(extra_args), start_timeout, log and Path(log)
         self.process: subprocess.Popen | None = None
         self._owner = os.getpid()
-        self._directory: str | None = None
+        self._directory = ""
         self._free_port = port == 0
 
     @classmethod
@@ -127,17 +127,20 @@ class LocalServer:
 
     def wait(self) -> "LocalServer":
         """Wait until a launched server answers; see `start`."""
+        process = self.process
+        if process is None:
+            raise EngineError("the server was not launched")
         while True:
             healthy = self._healthy()
-            if self.process.poll() is not None:
-                self._fail(f"the SGLang server on {self.model_path} ended with code {self.process.returncode}")
-            if not healthy and time.monotonic() > self._deadline:
-                self._fail(f"the SGLang server on {self.model_path} was not healthy after {self.start_timeout:.0f} s; "
-                           "raise --sglang-start-timeout if it is only slow")
+            if process.poll() is not None:
+                self._fail(f"the SGLang server on {self.model_path} ended with code {process.returncode}")
             if healthy:
                 break
+            if time.monotonic() > self._deadline:
+                self._fail(f"the SGLang server on {self.model_path} was not healthy after {self.start_timeout:.0f} s; "
+                           "raise --sglang-start-timeout if it is only slow")
             time.sleep(0.2)
-        logger.info("SGLang serves %s at %s (pid %d)", self.model_path, self.url, self.process.pid)
+        logger.info("SGLang serves %s at %s (pid %d)", self.model_path, self.url, process.pid)
         return self
 
     def stop(self) -> None:

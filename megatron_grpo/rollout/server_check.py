@@ -18,8 +18,13 @@ EXPERT_COUNT = ("num_experts", "n_routed_experts", "num_local_experts")      # n
 
 async def describe(wire: Wire, url: str) -> tuple[dict, dict]:
     """/server_info and /model_info; {} where a gateway does not have them."""
-    replies = await asyncio.gather(wire.control(url, "/server_info"), wire.control(url, "/model_info"), return_exceptions=True)
-    info, model_info = ({} if isinstance(reply, EngineError) else reply for reply in replies)
+    async def read(path: str) -> dict:
+        try:
+            return await wire.control(url, path)
+        except EngineError:
+            return {}
+
+    info, model_info = await asyncio.gather(read("/server_info"), read("/model_info"))
     return info, model_info
 
 

@@ -12,7 +12,6 @@ import gc
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
-import importlib.util
 import json
 import multiprocessing
 import os
@@ -69,7 +68,7 @@ def install(model_path: str) -> None:
     os.environ.setdefault("SGLANG_NCCL_SO_PATH", "/nonexistent/libnccl.so")     # several ranks: gloo, not pynccl
     os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(_other_models(model_path)))
     sys.meta_path.insert(0, _KernelStub())
-    sys.modules.setdefault("megatron", None)        # SGLang's debug dumper would import it
+    sys.modules["megatron"] = None  # type: ignore[assignment]     # SGLang's debug dumper would import it
     gc.disable()                                    # 6,700 modules: collecting while they load costs seconds
     scan, importlib.metadata.packages_distributions = importlib.metadata.packages_distributions, dict
     import sglang.srt.entrypoints.http_server  # noqa: F401
@@ -84,7 +83,8 @@ def install(model_path: str) -> None:
 def _other_models(model_path: str) -> list[str]:
     """SGLang's modules of models that do not define this model's class: importing all 200 of them costs seconds."""
     architectures = json.loads((Path(model_path) / "config.json").read_text())["architectures"]
-    modules = Path(importlib.util.find_spec("sglang").origin).parent.glob("srt/models/*.py")
+    package = importlib.metadata.distribution("sglang").locate_file("sglang")
+    modules = Path(str(package)).glob("srt/models/*.py")
     defines = re.compile(rf"^(class|EntryClass).*\b({'|'.join(architectures)})\b", re.MULTILINE)
     return [module.stem for module in modules if not defines.search(module.read_text())]
 
