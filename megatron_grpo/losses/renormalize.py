@@ -29,7 +29,8 @@ def prepare_step(batches: list[LossInputs], config, rollout_S: list[torch.Tensor
         dp_cp_group: every rank that holds different tokens; None for one rank.
 
     Returns:
-        (batches, metrics masked_*): the same number of micro-batches, for policy_loss.
+        The same number of micro-batches, for policy_loss; and the metrics of the correction (metrics.py) as step_*, which
+        count the tokens that leave: the metrics of policy_loss do not see them any more.
     """
     c = replace(config.correction, use_opsm=False)
     geometric = config.loss.surrogate == "gmpo"
@@ -41,8 +42,8 @@ def prepare_step(batches: list[LossInputs], config, rollout_S: list[torch.Tensor
     for batch, rollouts, prompts in zip(batches, rollout_S, prompt_S, strict=True):
         x = prepared(batch, c)
         correction = corrections.correct(x, sum_columns(x, corrections.columns(x, c, config.loss, geometric)), c, config.loss, geometric)
-        for name, pair in metrics.correction_metrics(x, correction, weighted=False).items():
-            means[name] = tuple(a + b for a, b in zip(means.get(name, (0, 0)), pair, strict=True))
+        for name, pair in metrics.correction_metrics(x, correction, c.use_tis).items():
+            means[f"step_{name}"] = tuple(a + b for a, b in zip(means.get(f"step_{name}", (0, 0)), pair, strict=True))
         mask_T = x.mask_T & (correction.weight_T != 0) if c.renormalize_masked else x.mask_T
         seq_tokens_S = sum_columns(x, dict(tokens=mask_T.to(x.seq_tokens_S.dtype)))["tokens"]
         tokens_of_rollout.index_add_(0, rollouts[x.seq_T], mask_T.double())

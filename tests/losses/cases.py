@@ -47,8 +47,9 @@ def random_batch(lengths, seed: int = 0, spread: float = 0.3, dtype=torch.float6
         return (torch.randn(n, generator=g, dtype=torch.float64) * scale).to(dtype)
 
     old_T = -(torch.rand(n, generator=g, dtype=torch.float64) * 2 + 0.05).to(dtype)
+    advantage_S = torch.randn(len(lengths), generator=g, dtype=torch.float64).to(dtype)
     x = batch(lengths, logp_T=(old_T + normal(spread)).clamp(max=-1e-3).requires_grad_(), old_logp_T=old_T,
-              advantage_T=torch.repeat_interleave(torch.randn(len(lengths), generator=g, dtype=torch.float64).to(dtype), torch.tensor(lengths)),
+              advantage_T=advantage_S.repeat_interleave(torch.tensor(lengths)),
               mask_T=torch.rand(n, generator=g) >= masked, rollout_logp_T=old_T + normal(spread), ref_logp_T=old_T + normal(spread),
               entropy_T=torch.rand(n, generator=g, dtype=torch.float64).to(dtype).requires_grad_())
     if len(lengths) > 1:

@@ -7,9 +7,9 @@ from megatron_grpo.config import KLConfig
 from megatron_grpo.losses.kl import kl_loss
 
 V = 5
-LOGITS = torch.tensor([0.3, -0.8, 1.1, 0.0, -0.2]).double()
-REF = torch.log_softmax(torch.tensor([-0.5, 0.4, 0.6, 0.1, -1.0]).double(), 0)
-OLD = torch.log_softmax(LOGITS + torch.tensor([0.2, -0.3, 0.1, 0.4, -0.5]).double(), 0)
+LOGITS = torch.tensor([0.3, -0.8, 1.1, 0.0, -0.2], dtype=torch.float64)
+REF = torch.log_softmax(torch.tensor([-0.5, 0.4, 0.6, 0.1, -1.0], dtype=torch.float64), 0)
+OLD = torch.log_softmax(LOGITS + torch.tensor([0.2, -0.3, 0.1, 0.4, -0.5], dtype=torch.float64), 0)
 
 
 def truth():
@@ -64,7 +64,7 @@ def one(x, dtype=torch.float64, **settings):
 
 
 def test_estimators_by_hand():
-    e = torch.tensor(-0.5).double().exp().item()
+    e = torch.tensor(-0.5, dtype=torch.float64).exp().item()
     plain = dict(kl_gradient="pathwise")
     assert one(0.5, kl_loss_type="k1", **plain) == pytest.approx((0.5, 1.0))
     assert one(0.5, kl_loss_type="k2", **plain) == pytest.approx((0.125, 0.5))

@@ -28,7 +28,7 @@ def gradient(x, **loss):
 
 
 def close(a, b):
-    torch.testing.assert_close(a, torch.as_tensor(b).double())
+    torch.testing.assert_close(a, torch.as_tensor(b, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("advantage, r, loss, slope", [
@@ -56,7 +56,8 @@ def test_dual_clip():
 
 def test_gspo_clips_a_sequence_as_a_whole():
     """Log-ratios of 1e-3 and -2e-4 on four tokens each: one leaves the paper's range, one does not."""
-    x = batch([4, 4], logp_T=(torch.tensor([1e-3] * 4 + [-2e-4] * 4).double() - 1).requires_grad_(), old_logp_T=-torch.ones(8).double(),
+    logp_T = (torch.tensor([1e-3] * 4 + [-2e-4] * 4, dtype=torch.float64) - 1).requires_grad_()
+    x = batch([4, 4], logp_T=logp_T, old_logp_T=-torch.ones(8).double(),
               advantage_T=torch.ones(8).double(), mask_T=torch.ones(8, dtype=torch.bool))
     out = surrogate(x, ratio="sequence", eps_clip=3e-4, eps_clip_high=4e-4)
     assert out.bounded["high"].tolist() == [True] * 4 + [False] * 4
@@ -68,9 +69,9 @@ def test_cispo_keeps_the_gradient_of_clipped_tokens():
     x = dict(r=[0.5, 1.0, 4.0, 9.0], advantage=1.5)
     close(gradient(of_ratio(**x), surrogate="cispo", eps_clip=1.0, eps_clip_high=4.0), [-0.75, -1.5, -6.0, -7.5])
     close(gradient(of_ratio(**x), surrogate="ppo", eps_clip=0.2, eps_clip_high=4.0), [-0.75, -1.5, -6.0, 0.0])
-    logp = torch.tensor([0.5, 1.0, 4.0, 9.0]).double().log() - 1
+    logp = torch.tensor([0.5, 1.0, 4.0, 9.0], dtype=torch.float64).log() - 1
     close(surrogate(of_ratio(**x), surrogate="cispo", eps_clip=1.0, eps_clip_high=4.0).loss_T,
-          -1.5 * torch.tensor([0.5, 1.0, 4.0, 5.0]).double() * logp)
+          -1.5 * torch.tensor([0.5, 1.0, 4.0, 5.0], dtype=torch.float64) * logp)
 
 
 def test_reinforce():
