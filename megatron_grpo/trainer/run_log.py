@@ -6,8 +6,8 @@ import time
 from contextlib import contextmanager
 
 LINE = (("reward", "reward/mean", "{:.3f}"), ("acc", "eval/accuracy", "{:.3f}"), ("loss", "loss", "{:+.4f}"), ("|g|", "grad_norm", "{:.3f}"),
-        ("len", "response_length/mean", "{:.1f}"), ("H", "entropy", "{:.3f}"), ("clip", "clip_fraction", "{:.4f}"),
-        ("k3", "mismatch/k3", "{:.1e}"), ("kl", "kl_ref", "{:.1e}"))
+        ("len", "response_length/mean", "{:.1f}"), ("H", "entropy", "{:.3f}"), ("clip", "clip_frac_high", "{:.4f}"),
+        ("k3", "mismatch_k3", "{:.1e}"), ("kl", "ref_kl", "{:.1e}"))
 
 
 class Phases:
