@@ -13,6 +13,7 @@ that rank's traceback; a case that hangs is killed at its deadline.
 
 import multiprocessing as mp
 import os
+import pickle
 import queue
 import tempfile
 import time
@@ -35,7 +36,7 @@ def _rank(index: int, outbox, fn, args, kwargs, ranks: int, store: str, timeout:
         value = fn(*args, **kwargs)
         if dist.is_initialized():
             dist.barrier()          # a rank that leaves early would break the connections of those still at work
-        outbox.put((index, True, value))
+        outbox.put((index, True, pickle.dumps(value)))       # a tensor goes by value: shared memory would die with this process
     except BaseException:
         outbox.put((index, False, traceback.format_exc()))
     outbox.close()
@@ -74,7 +75,7 @@ class WorkerPool:
                         missing = sorted(set(range(ranks)) - set(results) - set(failures))
                         failures.update({i: f"gave no answer in {timeout:.0f} s" for i in missing})
                     continue
-                (results if ok else failures)[index] = value
+                (results if ok else failures)[index] = pickle.loads(value) if ok else value
                 if not ok:
                     deadline = min(deadline, time.monotonic() + GRACE)
         finally:
