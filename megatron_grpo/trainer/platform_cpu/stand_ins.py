@@ -37,6 +37,7 @@ def install(force: bool = False) -> None:
     _cuda()
     _tensors()
     _collectives()
+    _optimizer()
     torch.compiler.set_stance("force_eager")    # Megatron's jit_fuser is torch.compile: minutes of C++ for nothing here
     from megatron.core.datasets import utils
     utils.compile_helpers = lambda: None        # initialize_megatron runs make; the wheel has the built module, no Makefile
@@ -139,3 +140,24 @@ def _collectives():
         output.copy_(whole.split([len(t) for t in input_list])[dist.get_rank(group)])
 
     dist.all_to_all_single, dist.all_gather, dist.reduce_scatter = with_listed_splits, uneven_gather, uneven_reduce_scatter
+
+
+def _optimizer():
+    from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
+
+    state_dict = DistributedOptimizer.state_dict
+
+    def with_step(self):
+        """Loading describes a fresh optimizer first, and reads the step that torch's Adam, unlike apex's, has only after a step."""
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                if "step" not in self.optimizer.state[p]:
+                    self.optimizer.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                    self.optimizer.state[p].setdefault("exp_avg_sq", torch.zeros_like(p))
+                    self.optimizer.state[p]["step"] = torch.tensor(0.0)
+        return state_dict(self)
+
+    if not HAVE_APEX_OR_TE:
+        DistributedOptimizer.state_dict = with_step
+    # Loading writes into float32 parameters in place, outside no_grad: their main copies are views of themselves.
+    DistributedOptimizer.load_state_dict = torch.no_grad()(DistributedOptimizer.load_state_dict)
