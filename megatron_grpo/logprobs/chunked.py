@@ -20,7 +20,7 @@ def statistics(logits: torch.Tensor, local: torch.Tensor, shard, with_mean: bool
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
     maximum = torch.full((len(logits),), -torch.inf, dtype=dtype, device=logits.device)
-    total, mean = torch.zeros_like(maximum), torch.zeros_like(maximum) if with_mean else None
+    total, mean = torch.zeros_like(maximum), torch.zeros_like(maximum)
     if shard.columns:
         for rows, x, d, e in _chunks(logits, local, shard, dtype):
             maximum[rows] = x.amax(1)
@@ -29,7 +29,7 @@ def statistics(logits: torch.Tensor, local: torch.Tensor, shard, with_mean: bool
             if with_mean:
                 torch.sum(e.mul_(d), 1, out=mean[rows])
     target = logits.gather(1, local.clamp(min=0)[:, None]).squeeze(1).to(dtype)
-    return maximum, total, mean, target
+    return maximum, total, mean if with_mean else None, target
 
 
 def gradient(out: torch.Tensor, logits: torch.Tensor, local: torch.Tensor, shard, maximum, log_sum, mean, grad_logp, grad_entropy):

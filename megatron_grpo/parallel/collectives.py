@@ -100,8 +100,8 @@ def reduce_means(metrics: dict[str, tuple[torch.Tensor, torch.Tensor]], group: P
                         [torch.zeros((), dtype=torch.float64, device=device)])
     if group is not None:
         dist.all_reduce(pairs, group=group)
-    pairs = pairs.tolist()
-    return {n: pairs[2 * i] / pairs[2 * i + 1] if pairs[2 * i + 1] else float("nan") for i, n in enumerate(names)}
+    sums, counts = pairs[::2].tolist(), pairs[1::2].tolist()
+    return {n: s / c if c else float("nan") for n, s, c in zip(names, sums, counts, strict=False)}
 
 
 def reduce_maxima(values: dict[str, torch.Tensor], group: ProcessGroup | None = None,

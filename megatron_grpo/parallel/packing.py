@@ -33,9 +33,11 @@ def plan(lengths: Sequence[int], *, dp_size: int, cp_size: int = 1, max_tokens_p
     if (max_tokens_per_gpu is None) == (micro_batch_size is None):
         raise ValueError("give one of max_tokens_per_gpu and micro_batch_size")
     shares = partition(lengths, dp_size)
-    if max_tokens_per_gpu is None:
-        needed = [-(-len(share) // micro_batch_size) for share in shares]
-    else:
+    own = [[lengths[i] for i in share] for share in shares]
+    if micro_batch_size is not None:
+        count = _common([-(-len(share) // micro_batch_size) for share in shares], multiple)
+        bins = [_by_count(weights, count, micro_batch_size) for weights in own]
+    elif max_tokens_per_gpu is not None:
         limit = max_tokens_per_gpu * cp_size
         for i, n in enumerate(lengths):
             if n > limit:
@@ -43,20 +45,13 @@ def plan(lengths: Sequence[int], *, dp_size: int, cp_size: int = 1, max_tokens_p
                 raise ConfigError(f"sample {name} has {n} tokens, more than a micro-batch of --max-tokens-per-gpu {max_tokens_per_gpu} x "
                                   f"context-parallel size {cp_size} = {limit}; raise the flag to at least {-(-n // cp_size)} "
                                   "or shorten the responses")
-        needed = [len(_first_fit([lengths[i] for i in share], limit)) for share in shares]
-    count = -(-max(1, *needed) // multiple) * multiple
-    result = []
-    for share in shares:
-        own = [lengths[i] for i in share]
-        if max_tokens_per_gpu is None:
-            bins = _by_count(own, count, micro_batch_size)
-        else:
-            bins = partition(own, count)
-            if max((sum(own[i] for i in b) for b in bins), default=0) > limit:      # balanced, but over the limit: first fit is not
-                bins = _first_fit(own, limit)
-                bins += [[] for _ in range(count - len(bins))]
-        result.append([sorted(share[i] for i in b) for b in bins])
-    return result
+        count = _common([len(_first_fit(weights, limit)) for weights in own], multiple)
+        bins = [_by_tokens(weights, count, limit) for weights in own]
+    return [[sorted(share[i] for i in b) for b in rank] for share, rank in zip(shares, bins, strict=True)]
+
+
+def _common(needed: list[int], multiple: int) -> int:
+    return -(-max(1, *needed) // multiple) * multiple
 
 
 def partition(weights: Sequence[float], parts: int) -> list[list[int]]:
@@ -74,7 +69,7 @@ def partition(weights: Sequence[float], parts: int) -> list[list[int]]:
         merged = totals[a] + totals[b][::-1]
         rank = np.argsort(-merged, kind="stable")
         merges.append((a, b, rank))
-        totals[a] = totals[b] = None
+        totals[a] = totals[b] = totals[0][:0]       # no longer needed
         totals.append(merged[rank])
         heapq.heappush(heap, (totals[-1][-1] - totals[-1][0], len(totals) - 1))
     labels: dict[int, np.ndarray] = {heap[0][1]: np.arange(parts)} if heap else {}
@@ -88,9 +83,19 @@ def partition(weights: Sequence[float], parts: int) -> list[list[int]]:
     return bins
 
 
+def _by_tokens(weights: Sequence[int], count: int, limit: int) -> list[list[int]]:
+    """`count` bins under the limit, balanced where that keeps the limit, else filled."""
+    bins = partition(weights, count)
+    if max(sum(weights[i] for i in b) for b in bins) <= limit:
+        return bins
+    bins = _first_fit(weights, limit)
+    return bins + [[] for _ in range(count - len(bins))]
+
+
 def _first_fit(weights: Sequence[int], limit: int) -> list[list[int]]:
     """First fit, heaviest first: each item goes to the first bin with room; returns the bins."""
-    room, bins = np.empty(len(weights), dtype=np.int64), []
+    room = np.empty(len(weights), dtype=np.int64)
+    bins: list[list[int]] = []
     for i in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
         fits = room[:len(bins)] >= weights[i]
         b = int(fits.argmax()) if fits.any() else len(bins)

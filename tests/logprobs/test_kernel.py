@@ -1,7 +1,11 @@
 """The Triton kernels in Triton's interpreter, on CPU. scripts/gpu_check.sh runs the same comparison compiled, on a GPU."""
 
+import multiprocessing
 import os
 import subprocess
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch
@@ -14,30 +18,42 @@ BLOCK = 32              # of the kernels under test: 48 columns are two blocks, 
 FEW = dict(tokens=3)    # the interpreter takes some 50 ms a program
 
 
-def interpreted(fn):
-    """Run a case where Triton interprets: the variable is read when the kernels' module is imported."""
-    os.environ["TRITON_INTERPRET"] = "1"
+@pytest.fixture(scope="module")
+def interpreter():
+    """run(case, ranks) in two processes of their own: Triton reads the variable when it is imported, and stays as it is then."""
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as executor, tempfile.TemporaryDirectory() as directory:
+        os.environ["TRITON_INTERPRET"] = "1"
+        try:
+            for started in [executor.submit(os.getpid) for _ in range(2)]:
+                started.result(timeout=120)
+        finally:
+            del os.environ["TRITON_INTERPRET"]
+        yield lambda case, ranks=1: [future.result(timeout=240) for future in [
+            executor.submit(on_rank, case, rank, ranks, f"{directory}/{case.__name__}") for rank in range(ranks)]]
+
+
+def on_rank(case, rank, ranks, store):
+    from megatron_grpo.logprobs import kernel
+    kernel.BLOCK = BLOCK
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
     try:
-        from megatron_grpo.logprobs import kernel
-        kernel.BLOCK = BLOCK
-        return fn()
+        return case()
     finally:
-        del os.environ["TRITON_INTERPRET"]
+        dist.destroy_process_group()
 
 
 def cases_on_one_rank():
-    def run():
-        results = {}
-        for name, case in CASES.items():
-            logits, target, weights, kwargs = make(**case, **FEW)
-            for dtype in (torch.float32, torch.bfloat16) if name in ("padded", "huge") else (torch.float32,):
-                results[name, dtype] = ours(logits, target, weights, dtype, kernel=True, **kwargs)
-        return results
-    return interpreted(run)
+    results = {}
+    for name, case in CASES.items():
+        logits, target, weights, kwargs = make(**case, **FEW)
+        for dtype in (torch.float32, torch.bfloat16) if name in ("padded", "huge") else (torch.float32,):
+            results[name, dtype] = ours(logits, target, weights, dtype, kernel=True, **kwargs)
+    return results
 
 
-def test_kernels_in_the_interpreter(pool):
-    (results,) = pool.run(cases_on_one_rank)
+def test_kernels_in_the_interpreter(interpreter):
+    (results,) = interpreter(cases_on_one_rank)
     for (name, dtype), got in results.items():
         logits, target, weights, kwargs = make(**CASES[name], **FEW)
         want = expected(logits.to(dtype).double(), target, weights, **kwargs)
@@ -51,18 +67,16 @@ ON_TWO_RANKS = "mostly padding", "support"          # the second rank has no tok
 
 
 def cases_on_two_ranks():
-    def run():
-        results = {}
-        for name in ON_TWO_RANKS:
-            logits, target, weights, kwargs = make(**CASES[name], **FEW)
-            own = logits.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous()
-            results[name] = ours(own, target, weights, torch.float32, kernel=True, tp_group=dist.group.WORLD, **kwargs)
-        return results
-    return interpreted(run)
+    results = {}
+    for name in ON_TWO_RANKS:
+        logits, target, weights, kwargs = make(**CASES[name], **FEW)
+        own = logits.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous()
+        results[name] = ours(own, target, weights, torch.float32, kernel=True, tp_group=dist.group.WORLD, **kwargs)
+    return results
 
 
-def test_kernels_under_tensor_parallelism(pool):
-    results = pool.run(cases_on_two_ranks, ranks=2)
+def test_kernels_under_tensor_parallelism(interpreter):
+    results = interpreter(cases_on_two_ranks, ranks=2)
     for name in ON_TWO_RANKS:
         logits, target, weights, kwargs = make(**CASES[name], **FEW)
         want = expected(logits.float().double(), target, weights, **kwargs)
@@ -73,32 +87,30 @@ def test_kernels_under_tensor_parallelism(pool):
 
 
 def special_cases():
-    def run():
-        logits, target, weights, _ = make(**FEW)
-        logits = logits.float()
-        leaf = logits.clone().requires_grad_()
-        hidden = (leaf * 1)[:, ::2]                                 # columns apart: copied
-        logp, _ = vocab_parallel_logprob(hidden, target // 2, inplace_grad=True, kernel=True)
-        logp.sum().backward()
-        apart = logp.detach(), leaf.grad[:, ::2]
-        hidden = leaf * 1
-        logp, _ = vocab_parallel_logprob(hidden, target, inplace_grad=True, kernel=True)
-        loss = (logp * weights[0].float()).sum()
-        (grad,) = torch.autograd.grad(loss, leaf, retain_graph=True)
-        try:
-            torch.autograd.grad(loss, leaf)
-            error = None
-        except RuntimeError as e:
-            error = str(e)
-        bad = logits.clone()
-        bad[1, 3] = torch.nan
-        empty = vocab_parallel_logprob(logits[:0], target[:0], kernel=True)[0]
-        return apart, (grad, hidden.detach()), error, vocab_parallel_logprob(bad, target, kernel=True)[0], empty
-    return interpreted(run)
+    logits, target, weights, _ = make(**FEW)
+    logits = logits.float()
+    leaf = logits.clone().requires_grad_()
+    hidden = (leaf * 1)[:, ::2]                                 # columns apart: copied
+    logp, _ = vocab_parallel_logprob(hidden, target // 2, inplace_grad=True, kernel=True)
+    logp.sum().backward()
+    apart = logp.detach(), leaf.grad[:, ::2]
+    hidden = leaf * 1
+    logp, _ = vocab_parallel_logprob(hidden, target, inplace_grad=True, kernel=True)
+    loss = (logp * weights[0].float()).sum()
+    (grad,) = torch.autograd.grad(loss, leaf, retain_graph=True)
+    try:
+        torch.autograd.grad(loss, leaf)
+        error = None
+    except RuntimeError as e:
+        error = str(e)
+    bad = logits.clone()
+    bad[1, 3] = torch.nan
+    empty = vocab_parallel_logprob(logits[:0], target[:0], kernel=True)[0]
+    return apart, (grad, hidden.detach()), error, vocab_parallel_logprob(bad, target, kernel=True)[0], empty
 
 
-def test_strided_in_place_nan_and_empty(pool):
-    (((logp, strided_grad), (grad, hidden), error, with_nan, empty),) = pool.run(special_cases)
+def test_strided_in_place_nan_and_empty(interpreter):
+    (((logp, strided_grad), (grad, hidden), error, with_nan, empty),) = interpreter(special_cases)
     logits, target, weights, _ = make(**FEW)
     want = expected(logits.float().double()[:, ::2], target // 2, torch.ones(2, 3))
     torch.testing.assert_close(logp.double(), want[0], rtol=3e-6, atol=3e-6)
@@ -111,16 +123,14 @@ def test_strided_in_place_nan_and_empty(pool):
 
 
 def keep_bits_of_wide_rows():
-    def run():
-        logits, target, weights, kwargs = make(**FEW, width=200, keep=True)
-        return ours(logits, target, weights, torch.float32, kernel=True, **kwargs)
-    return interpreted(run)
+    logits, target, weights, kwargs = make(**FEW, width=200, keep=True)
+    return ours(logits, target, weights, torch.float32, kernel=True, **kwargs)
 
 
-def test_support_over_several_words(pool):
+def test_support_over_several_words(interpreter):
     """200 columns: seven words of 32 bits, the highest bit of a word included."""
     logits, target, weights, kwargs = make(**FEW, width=200, keep=True)
-    (got,) = pool.run(keep_bits_of_wide_rows)
+    (got,) = interpreter(keep_bits_of_wide_rows)
     for g, w in zip(got, expected(logits.float().double(), target, weights, **kwargs), strict=True):
         torch.testing.assert_close(g.double(), w, rtol=3e-6, atol=3e-6)
 
