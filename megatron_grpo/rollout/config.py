@@ -121,7 +121,8 @@ class EngineConfig:
     sglang_start_timeout: float = setting(600.0, "longest start of the local server, and longest wait for the servers to answer at first",
                                           unit="seconds")
     sglang_api_key_env: str | None = setting(None, "environment variable that holds the servers' API key")
-    sglang_server_concurrency: int = setting(512, "requests in flight at one server; further ones wait in the client", unit="requests")
+    sglang_server_concurrency: int = setting(512, "requests of one data-parallel rank in flight at one server; further ones wait",
+                                             unit="requests")
     sglang_request_timeout: float = setting(3600.0, "longest time of one request at one server, its queue included", unit="seconds")
     sglang_stall_timeout: float = setting(900.0, "longest silence of a server on a request", unit="seconds")
     sglang_stream_interval: int = setting(

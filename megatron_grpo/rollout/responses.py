@@ -16,6 +16,7 @@ from ..routing.audit import RouteAuditError, RouteSpec, accept, forget
 from .engine import Generation, GenerationRequest
 from .wire import refusal
 
+ROUTES = b'"routed_experts":"'
 PARTS = 16              # most parts of a streamed response: some servers send everything so far with each
 LOGP_ROUNDING = 1e-4    # a log-prob may be above 0 by this much (float32 log_softmax of a sure token); it then becomes 0
 
@@ -61,7 +62,7 @@ class Part:
     def nbytes(self) -> int:
         """Of the routes as they came, which are what takes time to decode."""
         routes = self.meta.get("routed_experts")
-        return len(routes) if isinstance(routes, str) else 0
+        return len(routes) if isinstance(routes, (str, bytes)) else 0
 
 
 def body(request: GenerationRequest, rid: str, stream_interval: int) -> dict[str, Any]:
@@ -138,7 +139,7 @@ def finish(part: Part, request: GenerationRequest, model: ServedModel, versions:
     routes = None
     if request.return_routes and model.routes is not None and count:
         payload = part.meta.get("routed_experts")
-        if not isinstance(payload, str):
+        if not isinstance(payload, (str, bytes)):
             raise BadResponse("no routes", "meta_info has no routed_experts: start the server with --enable-return-routed-experts, and "
                               "give the servers' own urls if a gateway drops the field")
         tokens = len(request.input_ids) + count
@@ -228,7 +229,7 @@ def read(raw: bytes, request: GenerationRequest, rid: str, model: ServedModel, b
         BadResponse. Lost, EngineError: the message is an error.
     """
     try:
-        reply = json.loads(raw)
+        reply = _loads(raw)
     except (ValueError, RecursionError) as error:
         raise BadResponse("malformed", f"not JSON: {error}") from None
     if isinstance(reply, dict) and "error" in reply:
@@ -242,6 +243,22 @@ def read(raw: bytes, request: GenerationRequest, rid: str, model: ServedModel, b
         return part
     return replace(part, output_ids=[*before.output_ids, *part.output_ids], logp=np.concatenate([before.logp, part.logp]),
                    sampling_mask=_chained(before.sampling_mask, part.sampling_mask))
+
+
+def _loads(raw: bytes) -> object:
+    """json.loads, but the routes, which are most of a long answer, stay the bytes they are.
+
+    A quotation mark inside a JSON string is escaped, so the marker cannot stand inside one.
+    """
+    start = raw.rfind(ROUTES)
+    if start < 0:
+        return json.loads(raw)
+    start += len(ROUTES)
+    end = raw.find(b'"', start)
+    reply = json.loads(raw[:start] + raw[end:])
+    if isinstance(reply, dict) and isinstance(reply.get("meta_info"), dict) and "routed_experts" in reply["meta_info"]:
+        reply["meta_info"]["routed_experts"] = raw[start:end]
+    return reply
 
 
 def rest(request: GenerationRequest, held: Generation | None) -> GenerationRequest:

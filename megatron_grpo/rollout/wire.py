@@ -57,7 +57,8 @@ class Wire:
                 else:
                     yield await reply.read()
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise Lost("no connection", str(error), gone=True) from None
+            refused = isinstance(getattr(error, "os_error", None), ConnectionRefusedError)      # other causes may be on this side
+            raise Lost("no connection", str(error), gone=refused) from None
         except aiohttp.ServerTimeoutError:
             raise Lost("silence", f"nothing for {self.stall_timeout:g} s (--sglang-stall-timeout)") from None
         except (aiohttp.ClientError, OSError) as error:

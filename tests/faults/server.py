@@ -148,4 +148,4 @@ class FaultServer:
         return stream
 
     async def event(self, stream, message) -> None:
-        await stream.write(b"data: " + json.dumps(message).encode() + b"\n\n")
+        await stream.write(b"data: " + json.dumps(message, separators=(",", ":")).encode() + b"\n\n")
