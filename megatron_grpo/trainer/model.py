@@ -2,6 +2,7 @@
 
 import inspect
 
+from ..settings import ConfigError
 from . import platform_cpu
 
 
@@ -17,29 +18,31 @@ def model_provider(pre_process=True, post_process=True, vp_stage=None, config=No
         vp_stage: virtual pipeline stage, or None.
         config: TransformerConfig; None makes it from the flags.
         pg_collection: Megatron's process groups; None takes the global ones.
+
+    Raises:
+        ConfigError: the layout of context parallelism does not fit the model's attention.
     """
     from megatron.core.models.gpt import GPTModel
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.training import get_args
     from megatron.training.argument_utils import gpt_config_from_args
-    from megatron.training.models.gpt import default_layer_spec, mtp_block_spec
+    from megatron.training.models.gpt import mtp_block_spec
 
     args = get_args()
     settings = gpt_config_from_args(args, config)
-    config = settings.transformer
-    # Micro-batches differ in length, and so do the activations that pipeline stages exchange.
-    config.variable_seq_lengths = config.pipeline_model_parallel_size > 1
+    config, named = settings.transformer, settings.transformer_layer_spec
+    ours = platform_cpu.installed() and named is None
     contiguous = args.cp_layout == "contiguous" and config.context_parallel_size > 1
-    on_cpu = platform_cpu.installed()
-
-    block = settings.transformer_layer_spec
-    if block is None:
-        block = platform_cpu.layer_spec(config, vp_stage, contiguous) if on_cpu else default_layer_spec(settings, vp_stage)
-    elif callable(block) and not isinstance(block, ModuleSpec):
-        named = {"vp_stage": vp_stage} if "vp_stage" in inspect.signature(block).parameters else {}
-        block = block(settings, **named)
-    mtp = platform_cpu.mtp_spec(config, vp_stage, contiguous) if on_cpu else mtp_block_spec(settings, block, vp_stage=vp_stage)
+    if contiguous and config.mtp_num_layers:
+        raise ConfigError("--mtp-num-layers shifts tokens over zigzag chunks: use --cp-layout zigzag")
+    if contiguous and not ours and named is None:
+        raise ConfigError("--cp-layout contiguous: Transformer Engine's attention takes zigzag chunks; use --cp-layout zigzag, or name "
+                          "an attention that gathers its keys by --spec")
+    if ours:
+        block, mtp = platform_cpu.layer_spec(config, vp_stage, contiguous), platform_cpu.mtp_spec(config, vp_stage)
+    else:
+        block = _megatron_spec(settings, vp_stage)
+        mtp = mtp_block_spec(settings, block, vp_stage=vp_stage)
 
     model = GPTModel(
         config=config, transformer_layer_spec=block, mtp_block_spec=mtp, vocab_size=args.padded_vocab_size,
@@ -50,6 +53,20 @@ def model_provider(pre_process=True, post_process=True, vp_stage=None, config=No
         rotary_base=settings.rotary_base, rope_scaling=settings.rope_scaling, rope_scaling_factor=settings.rope_scaling_factor,
         seq_len_interpolation_factor=settings.seq_len_interpolation_factor,
         pg_collection=pg_collection or ProcessGroupCollection.use_mpu_process_groups(), vp_stage=vp_stage)
-    if on_cpu and hasattr(model, "rotary_pos_emb"):
+    if ours and hasattr(model, "rotary_pos_emb"):
         model.rotary_pos_emb.cp_group = platform_cpu.ONE_RANK    # all positions: the attention takes this rank's own
     return model
+
+
+def _megatron_spec(settings, vp_stage):
+    """The specification that --spec names, called if it is a function, or Megatron's own default."""
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.training.models.gpt import default_layer_spec
+
+    named = settings.transformer_layer_spec
+    if named is None:
+        return default_layer_spec(settings, vp_stage)
+    if isinstance(named, ModuleSpec) or not callable(named):
+        return named
+    stage = {"vp_stage": vp_stage} if "vp_stage" in inspect.signature(named).parameters else {}
+    return named(settings, **stage)

@@ -32,6 +32,7 @@ def start(flags=(), dtype=torch.float64):
     args = parse_and_validate_args(extra)
     platform_cpu.check(args)
     args.params_dtype = dtype
+    args.variable_seq_lengths = args.pipeline_model_parallel_size > 1      # micro-batches differ in length
     initialize_megatron(allow_no_cuda=True)
     return args
 

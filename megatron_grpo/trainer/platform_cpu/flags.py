@@ -2,23 +2,25 @@
 
 import argparse
 
-from ...settings import ConfigError, flag
+from ...settings import ConfigError
 
-# What Megatron's parser gets as defaults, so that nobody types it. Fusions are CUDA kernels.
+# Defaults of Megatron's parser, so that nobody types them. Fusions are CUDA kernels.
 DEFAULTS = dict(
     transformer_impl="local", distributed_backend="gloo", use_cpu_initialization=True, gradient_accumulation_fusion=False,
     masked_softmax_fusion=False, bias_swiglu_fusion=False, bias_gelu_fusion=False, bias_dropout_fusion=False,
     apply_rope_fusion=False, no_persist_layer_norm=True, attention_dropout=0.0, hidden_dropout=0.0)
 
-# What a user may have set explicitly and cannot work: destination -> values that can.
-ALLOWED = dict(
-    transformer_impl=("local",), distributed_backend=("gloo",), fp8=(None,), fp4=(None,), moe_permute_fusion=(False,),
-    moe_router_fusion=(False,), tp_comm_overlap=(False,), use_megatron_fsdp=(False,), use_torch_fsdp2=(False,), fp16=(False,),
-    multi_latent_attention=(False,), cuda_graph_impl=("none",), attention_dropout=(0.0,), cross_entropy_loss_fusion=(False,),
-    normalization=("RMSNorm",), optimizer_cpu_offload=(False,), cpu_offloading=(False,), enable_cuda_graph=(False,),
-    moe_token_dispatcher_type=("alltoall", "allgather"), window_size=(None,), fine_grained_activation_offloading=(False,),
-    apply_layernorm_1p=(False,), qk_l2_norm=(False,), use_nccl_ub=(False,), group_query_attention=(True, False),
-    position_embedding_type=("rope", "yarn", "none"))
+# What a user may have set and cannot work: flag -> the values that can. None and False: the flag is not given.
+ALLOWED = {
+    "--transformer-impl": ("local",), "--distributed-backend": ("gloo",), "--normalization": ("RMSNorm",),
+    "--attention-dropout": (0.0,), "--position-embedding-type": ("rope", "yarn", "learned_absolute", "none"),
+    "--moe-token-dispatcher-type": ("alltoall", "allgather"), "--cuda-graph-impl": ("none",), "--fp8-format": (None,),
+    "--fp4-format": (None,), "--fp16": (False,), "--window-size": (None,), "--multi-latent-attention": (False,), "--qk-l2-norm": (False,),
+    "--moe-permute-fusion": (False,), "--moe-router-fusion": (False,), "--tp-comm-overlap": (False,), "--nccl-ub": (False,),
+    "--use-megatron-fsdp": (False,), "--use-torch-fsdp2": (False,), "--optimizer-cpu-offload": (False,),
+    "--fine-grained-activation-offloading": (False,),
+}
+DESTINATIONS = {"--fp8-format": "fp8", "--fp4-format": "fp4"}
 
 
 def set_defaults(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +34,8 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         ConfigError: names the flag and the values that work.
     """
-    for name, values in ALLOWED.items():
-        if getattr(args, name, values[0]) not in values:
-            raise ConfigError(f"{flag(name)} {getattr(args, name)} cannot work with --platform cpu: "
-                              + (f"use {' or '.join(map(str, values))}" if values not in ((False,), (None,)) else "drop it"))
+    for flag, values in ALLOWED.items():
+        value = getattr(args, DESTINATIONS.get(flag, flag[2:].replace("-", "_")))
+        if value not in values:
+            fix = "drop it" if values[0] in (None, False) else f"use {' or '.join(map(str, values))}"
+            raise ConfigError(f"{flag}{'' if value is True else f' {value}'} cannot work with --platform cpu: {fix}")

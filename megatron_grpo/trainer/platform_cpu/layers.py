@@ -75,13 +75,11 @@ def layer_spec(config, vp_stage: int | None = None, contiguous: bool = False) ->
     return TransformerBlockSubmodules(layer_specs=[layers[i] for i in numbers], layer_norm=RMSNorm)
 
 
-def mtp_spec(config, vp_stage: int | None = None, contiguous: bool = False):
-    """The multi-token-prediction block of this pipeline stage on CPU, or None."""
+def mtp_spec(config, vp_stage: int | None = None):
+    """The multi-token-prediction block of this pipeline stage on CPU, or None. Megatron shifts its tokens over zigzag chunks."""
     if not config.mtp_num_layers:
         return None
-    if contiguous and config.context_parallel_size > 1:
-        raise ConfigError("--mtp-num-layers shifts tokens over zigzag chunks: use --cp-layout zigzag")
-    return get_gpt_mtp_block_spec_for_backend(config, _layers(config, contiguous)[-1], _Backend(), vp_stage=vp_stage)
+    return get_gpt_mtp_block_spec_for_backend(config, _layers(config, contiguous=False)[-1], _Backend(), vp_stage=vp_stage)
 
 
 def _layers(config, contiguous) -> list[ModuleSpec]:
