@@ -99,6 +99,7 @@ def needs_rollout(c: CorrectionConfig) -> bool:
 
 def log_mismatch(x: LossInputs, guard: LossConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """(log r, clamped to [--log-ratio-min, --log-ratio-max] and 0 where r is not a finite number; bool where it is one). [T], [T]"""
+    assert x.rollout_logp_T is not None
     difference_T = x.old_logp_T - x.rollout_logp_T
     log_r_T = difference_T.clamp(guard.log_ratio_min, guard.log_ratio_max)
     finite_T = difference_T.isfinite() & log_r_T.exp().isfinite()
@@ -110,7 +111,7 @@ def columns(x: LossInputs, c: CorrectionConfig, guard: LossConfig, geometric_wei
     out = {}
     if c.use_opsm:
         out["opsm"] = x.old_logp_T - x.logp_T.detach()
-    if x.rollout_logp_T is None:
+    if x.rollout_logp_T is None or c.use_rollout_logprobs:      # nothing to compare with, or the same twice
         return out
     log_r_T, finite_T = log_mismatch(x, guard)
     out["logprob_error"] = torch.where(finite_T, log_r_T.abs(), guard.log_ratio_max).exp()      # not a number is the largest error

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from . import corrections, metrics, ratios, surrogates
-from .inputs import LossInputs, LossOutput
+from .inputs import LossInputs, LossOutput, Metric
 from .kl import estimate, kl_loss
 from .reducers import REDUCERS
 from .sequence import sum_columns
@@ -43,7 +43,7 @@ def policy_loss(inputs: LossInputs, config, hooks=None) -> LossOutput:
     sums = sum_columns(x, (ratios.columns(x, loss_config) | surrogates.columns(x, loss_config) |
                            corrections.columns(x, correction_config, loss_config, geometric)))
     ratio_T = ratios.ratio(x, sums, loss_config)
-    means, maxima = {}, {}
+    means: dict[str, Metric] = {}
 
     if pg_hook is not None:
         out = pg_hook(x, loss_config)
@@ -83,7 +83,7 @@ def policy_loss(inputs: LossInputs, config, hooks=None) -> LossOutput:
     with torch.no_grad():
         more, maxima = metrics.policy_metrics(x, ratio_T, bounded)
         means |= more | metrics.correction_metrics(x, correction, correction_config.use_tis)
-        if x.rollout_logp_T is not None:
+        if "logprob_error" in sums:
             more, more_maxima = metrics.mismatch_metrics(x, sums, loss_config)
             means, maxima = means | more, maxima | more_maxima
         if x.ref_logp_T is not None:

@@ -35,7 +35,9 @@ def prepare_step(batches: list[LossInputs], config, rollout_S: list[torch.Tensor
     c = replace(config.correction, use_opsm=False)
     geometric = config.loss.surrogate == "gmpo"
     per_sequence = c.use_tis and c.tis_mode not in corrections.TOKEN_MODES
-    kept, means = [], {}
+    kept: list[LossInputs] = []
+    weights_T: list[torch.Tensor] = []
+    means: dict[str, Metric] = {}
     device = batches[0].mask_T.device if batches else "cpu"
     tokens_of_rollout, tokens_of_prompt = (torch.zeros(n, dtype=torch.float64, device=device) for n in (num_rollouts, num_prompts))
     rest = torch.zeros(3, dtype=torch.float64, device=device)         # sequences with tokens, sum of weights, number of weights
@@ -43,7 +45,8 @@ def prepare_step(batches: list[LossInputs], config, rollout_S: list[torch.Tensor
         x = prepared(batch, c)
         correction = corrections.correct(x, sum_columns(x, corrections.columns(x, c, config.loss, geometric)), c, config.loss, geometric)
         for name, pair in metrics.correction_metrics(x, correction, c.use_tis).items():
-            means[f"step_{name}"] = tuple(a + b for a, b in zip(means.get(f"step_{name}", (0, 0)), pair, strict=True))
+            before = means.get(f"step_{name}", (torch.zeros(()), torch.zeros(())))
+            means[f"step_{name}"] = (before[0].to(device) + pair[0], before[1].to(device) + pair[1])
         mask_T = x.mask_T & (correction.weight_T != 0) if c.renormalize_masked else x.mask_T
         seq_tokens_S = sum_columns(x, dict(tokens=mask_T.to(x.seq_tokens_S.dtype)))["tokens"]
         tokens_of_rollout.index_add_(0, rollouts[x.seq_T], mask_T.double())
@@ -51,7 +54,8 @@ def prepare_step(batches: list[LossInputs], config, rollout_S: list[torch.Tensor
         share_T = torch.where(x.mask_T, 1 / x.seq_tokens_S[x.seq_T].double() if per_sequence else 1.0, 0)
         rest += torch.stack([metrics.sequence_mean(torch.ones_like(seq_tokens_S), replace(x, seq_tokens_S=seq_tokens_S))[1].double(),
                              (share_T * correction.weight_T).sum(), share_T.sum()])
-        kept.append(replace(batch, mask_T=mask_T, weight_T=correction.weight_T, seq_tokens_S=seq_tokens_S))
+        kept.append(replace(batch, mask_T=mask_T, seq_tokens_S=seq_tokens_S))
+        weights_T.append(correction.weight_T)
 
     total = torch.cat([tokens_of_rollout, tokens_of_prompt, rest])
     if dp_cp_group is not None:
@@ -61,7 +65,7 @@ def prepare_step(batches: list[LossInputs], config, rollout_S: list[torch.Tensor
                         prompts=float((tokens_of_prompt > 0).sum()))
     scale = number / weights if c.tis_batch_normalize and weights > 0 else torch.ones_like(weights)
     return [replace(
-        x, weight_T=x.weight_T * scale.to(x.weight_T.dtype), counts=counts,
+        x, weight_T=weight_T * scale.to(weight_T.dtype), counts=counts,
         rollout_tokens_S=tokens_of_rollout[rollouts].to(x.rollout_tokens_S.dtype),
         prompt_tokens_S=tokens_of_prompt[prompts].to(x.prompt_tokens_S.dtype))
-        for x, rollouts, prompts in zip(kept, rollout_S, prompt_S, strict=True)], means
+        for x, weight_T, rollouts, prompts in zip(kept, weights_T, rollout_S, prompt_S, strict=True)], means

@@ -138,7 +138,7 @@ def verl(case: dict, reducer: str | None = None, dual: bool = False, clamp: dict
     if dual:
         loss["eps_clip_c"] = p["clip_ratio_c"]
     return Peer(loss | (clamp or {}), dict(
-        tokens=(info.get("batch_num_tokens") or sum(tokens) + (0 if mode == "token-mean" else 1e-8)) / dp,
+        tokens=(info.get("batch_num_tokens") or sum(tokens)) / dp,
         sequences=(info.get("global_batch_size") or sum(n > 0 for n in tokens)) / dp, seq_tokens=[n + 1e-8 for n in tokens]))
 
 
