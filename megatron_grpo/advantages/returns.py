@@ -48,7 +48,8 @@ def discounted_returns(r_T: torch.Tensor, step_T: torch.Tensor, seq_T: torch.Ten
     steps_T = F.pad(step_T.cumsum(0), (1, 0))
     decay_SC = torch.pow(gamma, (steps_T[stop_SC] - steps_T[start_SC]).to(r_T.dtype))
     at_start_SC = start_SC.clamp(max=len(r_T) - 1)
-    value_SC = _decay(step_T[at_start_SC], gamma, r_T.dtype) * first[at_start_SC]
+    value_SC = first[at_start_SC]
+    value_SC = torch.where(step_T[at_start_SC], gamma * value_SC, value_SC)
     value_SC = torch.where(stop_SC > start_SC, value_SC, 0.0)
 
     carries = torch.stack([decay_SC, value_SC]).to(r_T.dtype)
@@ -65,69 +66,70 @@ def discounted_returns(r_T: torch.Tensor, step_T: torch.Tensor, seq_T: torch.Ten
 
 def _returns(r_T, step_T, seg_T, num_segs, final_s, gamma):
     """One rank's returns of contiguous segments, each followed by `final_s`."""
-    if len(r_T) == 0:
+    length, segments = len(r_T), torch.arange(num_segs, device=seg_T.device)
+    if length == 0:
         return r_T.clone()
-    stop_s = torch.searchsorted(seg_T, torch.arange(num_segs, device=seg_T.device), right=True)
-    filled_s = torch.diff(stop_s, prepend=stop_s.new_zeros(1)) > 0
-    end_s = torch.where(filled_s, stop_s - 1, len(r_T) - 1)
-    x_T = r_T.index_add(0, end_s, torch.where(filled_s, final_s, 0.0))
+    stop_s = torch.searchsorted(seg_T, segments, right=True)
+    start_s = F.pad(stop_s[:-1], (1, 0))
+    filled_s = stop_s > start_s
+    final_s, end_s = torch.where(filled_s, final_s, 0.0), torch.where(filled_s, stop_s - 1, length - 1)
     if gamma == 1:
-        return _suffix_sum(x_T, seg_T, F.pad(stop_s[:-1], (1, 0)).clamp(max=len(r_T) - 1), end_s)
-    decay_T = _decay(F.pad(step_T[1:], (0, 1)), gamma, r_T.dtype)      # of what follows the token
-    decay_T[end_s] = 0
-    return _scan(x_T, decay_T)
+        return _suffix_sum(r_T, seg_T, start_s.clamp(max=length - 1), end_s, final_s)
+    x, follows = _columns(r_T), _columns(F.pad(step_T[1:], (0, 1)))
+    one, discount = x.new_ones(()), x.new_full((), gamma)
+    decay = torch.where(follows, discount, one)                     # of what follows the token
+    at_s = end_s % x.shape[0] * x.shape[1] + end_s // x.shape[0]
+    x.view(-1).index_add_(0, at_s, final_s)
+    decay.view(-1)[at_s] = 0
+    return _scan(x, decay).t().flatten()[:length]
 
 
-def _decay(step: torch.Tensor, gamma: float, dtype: torch.dtype) -> torch.Tensor:
-    return torch.ones(step.shape, dtype=dtype, device=step.device).masked_fill_(step, gamma)
+def _columns(x_T: torch.Tensor, rows: int = 64) -> torch.Tensor:
+    """[T] -> [rows, T / rows], padded with zeros: each column is a stretch of `rows` tokens."""
+    rows = min(rows, len(x_T))
+    return F.pad(x_T, (0, -len(x_T) % rows)).view(-1, rows).t().contiguous()
 
 
-def _suffix_sum(x_T: torch.Tensor, seg_T: torch.Tensor, start_s: torch.Tensor, end_s: torch.Tensor) -> torch.Tensor:
-    """Sum from each token to the end of its segment, in float32 accuracy: no sum takes in tokens of another segment.
-
-    Rows of tokens are summed from their right edge. A row lacks what its last segment has in later rows, and is wrong where another
-    segment ends inside it. Rows within one segment are mended at once; the first and the last row of each segment by themselves.
-    """
-    length, device = len(x_T), x_T.device
-    row = max(8, min(512, length // len(end_s)))
-    x = F.pad(x_T, (0, -length % row + row)).view(-1, row)                  # with a row to spare
-    sums = x.flip(1).cumsum(1).flip(1)
-    flat, spare = sums.view(-1), sums.numel() - 1
-    first_row_s, last_row_s = start_s // row, end_s // row
-    columns, segments = torch.arange(row, device=device), torch.arange(len(end_s), device=device)[:, None]
-
-    def own(row_s):
-        place = row_s[:, None] * row + columns
-        return place, seg_T[place.clamp(max=length - 1)] == segments
-
-    place, mine = own(last_row_s)
-    in_last_row = torch.where(mine, x[last_row_s], 0.0).flip(1).cumsum(1).flip(1)
-    to_edge_r = sums[:-1, 0].double().cumsum(0)                                             # of the pack, up to each row's edge
-    total_s = F.pad(to_edge_r, (1, 0))[last_row_s] + in_last_row[:, 0]                      # of the pack, up to each segment's end
-    first_r = torch.arange(0, length, row, device=device)
-    last_r = seg_T[(first_r + row - 1).clamp(max=length - 1)]
-    later_r = (total_s[last_r] - to_edge_r).to(x_T.dtype)                                   # of the row's last segment, in later rows
-    within_r = seg_T[first_r] == last_r
-    sums[:-1] += torch.where(within_r, later_r, 0.0)[:, None]
-    flat.scatter_(0, torch.where(mine, place, spare).flatten(), in_last_row.flatten())
-    place, mine = own(first_row_s)
-    later_s = torch.where((first_row_s < last_row_s) & ~within_r[first_row_s], later_r[first_row_s], 0.0)
-    flat.index_add_(0, place.flatten(), torch.where(mine, later_s[:, None], 0.0).flatten())
-    return flat[:length]
-
-
-def _scan(x_T: torch.Tensor, decay_T: torch.Tensor, rows: int = 64) -> torch.Tensor:
-    """R_t = x_t + decay_t R_{t+1}, beyond the end 0: columns of `rows` tokens side by side, then the columns' own scan."""
-    length = len(x_T)
-    rows = min(rows, length)
-    padding = (0, -length % rows)
-    x = F.pad(x_T, padding).view(-1, rows).t().contiguous()
-    decay = F.pad(decay_T, padding).view(-1, rows).t().contiguous()
+def _scan(x: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
+    """R_t = x_t + decay_t R_{t+1} in the order of `_columns`, beyond the end 0; in place. All columns at once, then their first tokens."""
     xs, decays = x.unbind(0), decay.unbind(0)
-    for i in range(rows - 2, -1, -1):
+    for i in range(len(xs) - 2, -1, -1):
         xs[i].addcmul_(decays[i], xs[i + 1])
-        decays[i].mul_(decays[i + 1])               # now the decay of all that follows the column
+        decays[i].mul_(decays[i + 1])                       # now of what follows the column
     if x.shape[1] > 1:
-        following = F.pad(_scan(x[0], decay[0])[1:], (0, 1))
-        x.addcmul_(decay, following)
-    return x.t().flatten()[:length]
+        firsts = _scan(_columns(x[0]), _columns(decay[0])).t().flatten()[:x.shape[1]]
+        x.addcmul_(decay, F.pad(firsts[1:], (0, 1)))
+    return x
+
+
+def _suffix_sum(x_T: torch.Tensor, seg_T: torch.Tensor, start_s: torch.Tensor, end_s: torch.Tensor, final_s: torch.Tensor) -> torch.Tensor:
+    """Sum from each token to the end of its segment, plus `final_s`, in float32 accuracy: no sum takes in another segment.
+
+    Tokens are cut into rows. Inside a row, sums run to its right edge, and a row within one segment adds what the segment has in
+    later rows. A row in which a segment ends is put together anew, from each segment's own part.
+    """
+    length, num_segs = len(x_T), len(end_s)
+    row = max(8, min(128, length // num_segs))
+    x = (F.pad(x_T, (0, -length % row)) if length % row else x_T).view(-1, row)
+    sums = x.cumsum(1)
+    row_sum_r = sums[:, -1].clone()
+    torch.sub(x, sums, out=sums)
+
+    row_2s = torch.cat([end_s, start_s]) // row                                     # each segment's last row, then its first
+    last_s, first_s = row_2s[:num_segs], row_2s[num_segs:]
+    place = row_2s[:, None] * row + torch.arange(row, device=x.device)
+    own = seg_T[place.clamp(max=length - 1)] == torch.arange(num_segs, device=x.device).repeat(2)[:, None]
+    own_sums = torch.where(own, x[row_2s], 0.0).flip(1).cumsum(1).flip(1)           # of its own tokens to the right edge
+
+    to_edge_r = row_sum_r.double().cumsum(0)                                        # of the pack, up to a row's right edge
+    total_s = F.pad(to_edge_r, (1, 0))[last_s] + own_sums[:num_segs, 0] + final_s
+    left_r = torch.arange(0, length, row, device=x.device)
+    last_seg_r = seg_T[(left_r + row - 1).clamp(max=length - 1)]
+    later_r = (total_s[last_seg_r] - to_edge_r).to(x.dtype)                         # what follows a row in its last segment
+    sums += (row_sum_r + later_r)[:, None]
+
+    goes_on_s = (first_s < last_s) & (seg_T[left_r] != last_seg_r)[first_s]         # begins in a row where another ends
+    used = own & torch.cat([torch.ones_like(goes_on_s), goes_on_s])[:, None]
+    sums[last_s] = 0
+    sums.index_add_(0, row_2s, torch.where(used, own_sums + torch.cat([final_s, later_r[first_s]])[:, None], 0.0))
+    return sums.view(-1)[:length]
