@@ -32,7 +32,8 @@ from .engine import EngineError
 logger = logging.getLogger(__name__)
 
 CPU_ARGS = ("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-cuda-graph",
-            "--max-total-tokens", "32768", "--sleep-on-idle")       # an idle scheduler would spin on a core that the trainer needs
+            "--disable-overlap-schedule", "--max-total-tokens", "32768",
+            "--sleep-on-idle")      # an idle scheduler would spin on a core that the trainer needs
 COMMON_ARGS = ("--host", "127.0.0.1", "--skip-server-warmup", "--incremental-streaming-output")
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
                       "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
