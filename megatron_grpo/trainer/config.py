@@ -16,6 +16,7 @@ class TrainerConfig:
     eval_max_response_len: int | None = setting(None, "length limit of an evaluation's responses; --rollout-max-response-len when not given",
                                                 unit="tokens")
     run_dir: str | None = setting(None, "directory of metrics.jsonl, report.html and samples; --save when not given")
+    report_samples: int = setting(32, "samples that the report shows of each evaluated step; 0 for none", unit="samples")
     save_debug_rollout_data: str | None = setting(None, "write each step's samples to this path; {step} and {dp_rank} are filled in")
     load_debug_rollout_data: str | None = setting(None, "train on samples written by --save-debug-rollout-data instead of generating")
     keep_checkpoints: int | None = setting(None, "complete checkpoints to keep; all when not given")

@@ -32,6 +32,7 @@ class RolloutBatch:
     cards: list[SampleCard]
     metrics: dict[str, float] = field(default_factory=dict)
     is_advantage: bool = False      # the rewards are advantages already
+    samples: dict[int, Sample] | None = None        # by sample_id, those of this replica; on its leader
 
     @property
     def microbatches(self) -> list[MicroBatch]:
@@ -97,7 +98,7 @@ def distribute(groups: ControlGroups, where: Placement, samples: list[Sample] | 
     packed_steps, cards, counts, metrics, is_advantage = payload
     mini_steps = [[place(p, (step, i), where.layout(p.lengths), where.cp_rank, where.tp_rank, counts[step], where.device)
                    for i, p in enumerate(packed)] for step, packed in enumerate(packed_steps)]
-    batch = RolloutBatch(mini_steps, StepScalars.of(cards), cards, metrics, is_advantage)
+    batch = RolloutBatch(mini_steps, StepScalars.of(cards), cards, metrics, is_advantage, mine)
     if replay is not None:
         _share_routes(groups, where, batch, packed_steps, mine, replay)
     return batch

@@ -117,6 +117,7 @@ def loss_function(mb: MicroBatch, logits: torch.Tensor):
     """The policy loss of one micro-batch, scaled for Megatron (see the module's text)."""
     context = mb.context
     logp_T, entropy_T = logits_to_logprobs(mb, logits, with_entropy=True, entropy_grad=context.algorithm.loss.entropy_coef != 0)
+    mb.logp_T = logp_T.detach()
     inputs = mb.loss_inputs(logp_T, entropy_T, context.cp_group)
     out = policy_loss(inputs, context.algorithm, context.hooks)
     context.outputs.append(out)

@@ -21,6 +21,7 @@ from .measure import evaluation_metrics, record, route_metrics
 from .reference import Reference, load_reference
 from .router_replay import RouterReplay
 from .run_log import Phases, RunLog
+from .sample_log import write_samples
 from .sources import make_source, save_samples
 from .step import StepResult, logprob_pass, optimizer_step
 
@@ -67,6 +68,8 @@ def train(job: Job) -> None:
             if job.engine is not None and (done < args.train_iters or job.settings.trainer.eval_num_prompts):
                 job.engine.publish(job.trained, version=done)
         record(job, batch, results, metrics, iteration, phases)
+        if job.engine is not None and _due(done, args.eval_interval, args.train_iters):
+            write_samples(job, batch, done, job.settings.trainer.report_samples)
         if _due(done, args.eval_interval, args.train_iters):
             evaluate(job, done)
         stopping = _stop_asked(job)
@@ -104,7 +107,10 @@ def log_probs(job: Job, batch: RolloutBatch) -> dict:
         with job.reference.applied(model):
             for mbs in batch.mini_steps:
                 logprob_pass(model, mbs, replace(context, store=RouteStore(), mismatches=[]), "ref_logp_T", routing.mode("reference"))
-    if job.settings.trainer.loss_type == "policy_loss" and (routing.replay or not config.correction.use_rollout_logprobs):
+    if job.settings.trainer.loss_type == "sft":
+        for mb in batch.microbatches:
+            mb.rollout_logp_T = None        # labels were not sampled: there is no engine to compare with
+    elif (routing.replay or not config.correction.use_rollout_logprobs):
         for mbs in batch.mini_steps:
             logprob_pass(model, mbs, context, "old_logp_T", routing.mode("old"))
     metrics = route_metrics(job)
@@ -137,6 +143,7 @@ def evaluate(job: Job, done: int) -> None:
         metrics = evaluation_metrics(job.groups, answers)
     if metrics:
         job.log.step(done, metrics, phases.seconds)
+        job.log.report()
 
 
 def save(job: Job, done: int) -> None:

@@ -24,7 +24,7 @@ def record(job: "Job", batch: RolloutBatch, results: list, pairs: dict, iteratio
     if not is_last_stage():
         return
     group, device = mpu.get_data_parallel_group(with_context_parallel=True), job.trained.device
-    shared = rollout_metrics(batch) | batch.metrics | auxiliary | reduce_means(pairs, group, device)
+    shared = rollout_metrics(batch) | batch.metrics | auxiliary | derived(reduce_means(pairs, group, device))
     for i, result in enumerate(results):
         means: dict = {}
         for out in result.outputs:

@@ -64,7 +64,7 @@ class MicroBatch:
     labels_T: torch.Tensor              # the next token
     mask_T: torch.Tensor                # bool, True where the next token is trained on
     seq_T: torch.Tensor
-    rollout_logp_T: torch.Tensor
+    rollout_logp_T: torch.Tensor | None
     sample_S: torch.Tensor              # int64 place of each sequence among the scalars of the rollout
     seq_tokens_S: torch.Tensor
     rollout_tokens_S: torch.Tensor
@@ -79,6 +79,7 @@ class MicroBatch:
     packed_seq_params: object = None    # Megatron's PackedSeqParams, or None when padded to [S, sequence]
     keep_mask: object = None            # truncated support of each position (top-p, top-k), or None
     old_logp_T: torch.Tensor | None = None
+    logp_T: torch.Tensor | None = None  # of the newest policy pass, detached
     ref_logp_T: torch.Tensor | None = None
     advantage_T: torch.Tensor | None = None
     routes: object = None               # this rank's share of the experts to replay, or None

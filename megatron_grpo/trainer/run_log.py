@@ -60,6 +60,12 @@ class RunLog:
         if self.active:
             print(text, flush=True)
 
+    def report(self) -> None:
+        """(Re)write report.html; it reads what the run has written so far."""
+        if self.file:
+            from ..report import write_report
+            write_report([self.directory])
+
     def close(self) -> None:
         if self.file:
             self.file.close()

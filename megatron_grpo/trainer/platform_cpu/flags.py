@@ -37,5 +37,5 @@ def check(args: argparse.Namespace) -> None:
     for flag, values in ALLOWED.items():
         value = getattr(args, DESTINATIONS.get(flag, flag[2:].replace("-", "_")))
         if value not in values:
-            fix = "drop it" if values[0] in (None, False) else f"use {' or '.join(map(str, values))}"
+            fix = "drop it" if values[0] is None or values[0] is False else f"use {' or '.join(map(str, values))}"
             raise ConfigError(f"{flag}{'' if value is True else f' {value}'} cannot work with --platform cpu: {fix}")
