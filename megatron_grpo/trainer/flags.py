@@ -63,7 +63,7 @@ def add_grpo_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_args(argv: list[str] | None = None, extra_args_provider=add_grpo_args) -> argparse.Namespace:
     """Parse and validate the whole command line and install what it asks for; sets Megatron's global variables.
 
     Raises:
@@ -77,7 +77,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     from megatron.training.arguments import validate_args
     from megatron.training.global_vars import set_global_variables
 
-    args = megatron_parse_args(add_grpo_args)
+    args = megatron_parse_args(extra_args_provider)
     args.grpo = resolve(args)
     validate_args(args)
     from megatron.training.vocab_utils import calculate_padded_vocab_size
