@@ -102,10 +102,10 @@ def audit(sample_id: int | str, routes: np.ndarray, spec: RouteSpec, *, tokens: 
     moe = np.asarray(spec.moe_layers)
     if layers == spec.num_layers:
         dense = np.setdiff1d(np.arange(layers), moe)
-        stray = np.argwhere(routes[:, dense].any(axis=(0, 2)))
+        stray = dense[_nonzero_layers(routes)[dense]]
         if len(stray):
             raise RouteAuditError(sample_id, "a dense layer has routes", "the engine's layers are permuted or shifted, or another model's",
-                                  layer=int(dense[stray[0, 0]]))
+                                  layer=int(stray[0]))
         routes = routes[:, moe] if len(dense) else routes
     elif layers != len(moe):
         raise RouteAuditError(sample_id, f"{layers} layers, expected {spec.num_layers} (all) or {len(moe)} (MoE layers only)", _LAYERS)
@@ -153,10 +153,16 @@ def _refuse_uncaptured(sample_id, routes, spec):
     """An all-zero layer is one failure with one cause; reported before its rows are reported as duplicates."""
     if len(routes) < (1 if spec.topk > 1 else _TOP1_ROWS):
         return
-    zero = np.flatnonzero(~routes.any(axis=(0, 2)))
+    zero = np.flatnonzero(~_nonzero_layers(routes))
     if len(zero):
         layers = [spec.moe_layers[i] for i in zero]
         raise RouteAuditError(sample_id, f"all rows of layers {layers} are zero", _UNCAPTURED, layer=layers[0])
+
+
+def _nonzero_layers(routes):
+    """[L] bool. Along contiguous rows: `any` over the axes (0, 2) takes a hundred times as long."""
+    flat = np.ascontiguousarray(routes).reshape(len(routes), -1)
+    return np.bitwise_or.reduce(flat, axis=0).reshape(routes.shape[1:]).any(-1)
 
 
 def _out_of_range(sample_id, layer, position, value, spec):

@@ -35,7 +35,8 @@ class RoutesShare:
         return RoutesShare(torch.from_numpy(experts_TLK), tuple(layers), frozenset(np.asarray(layers)[missing].tolist()))
 
     def to(self, device) -> "RoutesShare":
-        return RoutesShare(self.experts_TLK.to(device, non_blocking=True), self.layers, self.missing)
+        """On another device; a copy to the host is complete when this returns, one to a device need not be."""
+        return RoutesShare(self.experts_TLK.to(device, non_blocking=torch.device(device).type != "cpu"), self.layers, self.missing)
 
 
 def unrouted(layout: Layout, cp_rank: int = 0, tp_rank: int = 0) -> torch.Tensor:
