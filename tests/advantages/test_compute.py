@@ -171,10 +171,14 @@ def over_ranks(dp, cp, kind, whole_groups):
     return out
 
 
+@pytest.fixture(scope="module")
+def alone(pool):
+    return pool.run(over_ranks, 1, 1, "zigzag", False, ranks=1)[0]
+
+
 @pytest.mark.parametrize("dp, cp, kind, whole_groups", [(2, 1, "zigzag", False), (2, 1, "zigzag", True), (1, 2, "contiguous", False),
                                                         (2, 2, "zigzag", True), (1, 4, "zigzag", False)])
-def test_same_on_every_layout(pool, dp, cp, kind, whole_groups):
-    alone = pool.run(over_ranks, 1, 1, "zigzag", False, ranks=1)[0]
+def test_same_on_every_layout(pool, alone, dp, cp, kind, whole_groups):
     ranks = pool.run(over_ranks, dp, cp, kind, whole_groups, ranks=dp * cp)
     for number, want in enumerate(alone):
         got = {place: value for rank in ranks for place, value in rank[number].items()}

@@ -72,8 +72,17 @@ def test_float32_is_accurate_over_long_packs():
         assert ((got - exact).abs() / exact.abs()).max() < 2e-6
 
 
-def sharded(lengths, kind, cp_size, steps, r, final, gamma):
-    """Two micro-batches' worth of shards on this rank; returns (stream positions, values)."""
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+def test_the_device_is_never_waited_for(gamma):
+    """Tensors without data: any operation whose result the host must know raises."""
+    r, seq = torch.empty(100, device="meta"), torch.empty(100, dtype=torch.int64, device="meta")
+    assert discounted_returns(r, r > 0, seq, 5, gamma, torch.empty(5, device="meta")).shape == (100,)
+    with pytest.raises(Exception, match="[Mm]eta"):
+        r.sum().item()
+
+
+def sharded(lengths, kind, cp_size, steps, r, final, gammas):
+    """Two micro-batches' worth of shards on this rank; returns (stream positions, values for each gamma)."""
     rank, half = dist.get_rank(), len(lengths) // 2
     parts, first, offset = [], 0, 0
     for own in (lengths[:half], lengths[half:]):
@@ -82,12 +91,12 @@ def sharded(lengths, kind, cp_size, steps, r, final, gamma):
         rewards, trained = torch.tensor(r[offset:offset + n], dtype=torch.float64), torch.tensor(steps[offset:offset + n])
         parts.append((layout, layout.index(rank), offset, first, layout.shard(rewards, rank), layout.shard(trained, rank, False)))
         first, offset = first + layout.num_seqs, offset + n
-    got = discounted_returns(
+    got = [discounted_returns(
         torch.cat([p[4] for p in parts]), torch.cat([p[5] for p in parts]), torch.cat([p[0].seq_ids(rank) + p[3] for p in parts]), first,
         gamma, torch.tensor(final, dtype=torch.float64), chunk_T=torch.cat([p[0].chunk_ids(rank) for p in parts]),
-        columns=tuple(parts[0][0].columns(c) for c in range(cp_size)), cp_group=dist.group.WORLD)
+        columns=tuple(parts[0][0].columns(c) for c in range(cp_size)), cp_group=dist.group.WORLD).tolist() for gamma in gammas]
     index = torch.cat([torch.where(p[1] >= 0, p[1] + p[2], -1) for p in parts])
-    return index.tolist(), got.tolist()
+    return index.tolist(), got
 
 
 @pytest.mark.parametrize("kind", ["zigzag", "contiguous"])
@@ -99,10 +108,10 @@ def test_context_parallel_shards(pool, kind, cp_size):
     steps[14:30] = False                # a prompt that fills whole chunks
     r = torch.where(steps, torch.randn(sum(lengths), generator=generator, dtype=torch.float64), 0)
     final = torch.randn(len(lengths), generator=generator, dtype=torch.float64)
-    for gamma in (1.0, 0.9):
+    got = pool.run(sharded, lengths, kind, cp_size, steps.tolist(), r.tolist(), final.tolist(), (1.0, 0.9), ranks=cp_size)
+    for number, gamma in enumerate((1.0, 0.9)):
         want = per_sequence(lengths, steps, r, final, gamma)
-        got = pool.run(sharded, lengths, kind, cp_size, steps.tolist(), r.tolist(), final.tolist(), gamma, ranks=cp_size)
-        values = {i: v for index, x in got for i, v in zip(index, x, strict=True) if i >= 0}
+        values = {i: v for index, x in got for i, v in zip(index, x[number], strict=True) if i >= 0}
         assert [values[i] for i in range(sum(lengths))] == pytest.approx(want, abs=1e-12)
 
 
