@@ -19,7 +19,7 @@ UNTIED = "--untie-embeddings-and-output-weights"
 
 def test_import_touches_nothing():
     assert not platform_cpu.installed()
-    assert torch.cuda.current_device.__module__ == "torch.cuda" and torch.zeros.__module__ is None
+    assert torch.cuda.current_device.__module__ == "torch.cuda" and not hasattr(torch.zeros, "__wrapped__")
 
 
 def test_refuses_a_visible_device(monkeypatch):
@@ -233,7 +233,7 @@ def test_packed_attention(pool, ranks, kind, dtype):
     for lengths, *per_rank in zip(PACKS, *results, strict=True):
         for whole in per_rank:
             for got, expected in zip(whole, plain_attention(lengths), strict=True):
-                assert (got - expected).norm() <= bound * expected.norm(), lengths
+                assert (got - expected).norm() <= bound * (1 + expected.norm()), lengths
 
 
 def test_buckets_hold_every_row_once(pool):
