@@ -90,8 +90,8 @@ class SimulatedEngine:
     async def close(self) -> None:
         await self.abort()
 
-    def token(self, session: str, position: int) -> int:
-        return 1 + (hash_of(session) + 31 * position) % (self.vocabulary - 1)
+    def tokens(self, session: str, start: int, end: int) -> list[int]:
+        return (1 + (hash_of(session) + 31 * np.arange(start, end)) % (self.vocabulary - 1)).tolist()
 
     def routes(self, session: str, start: int, end: int) -> np.ndarray:
         layers, topk, experts = self.route_shape
@@ -112,10 +112,10 @@ class SimulatedEngine:
             pass
         self.busy_s += clock() - began
         self.sampled += wanted
-        ids = [self.token(session, p) for p in range(begin, begin + wanted)]
+        ids = self.tokens(session, begin, begin + wanted)
         if finish == "stop":
             ids[-1] = self.eos
-        logp = -np.array([(1 + t) / 100 for t in ids], np.float32)
+        logp = -(1 + np.array(ids, np.float32)) / 100
         routes = None
         if request.return_routes and self.route_shape and ids:
             routes = self.routes(session, request.routes_start, begin + wanted - 1)

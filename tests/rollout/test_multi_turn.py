@@ -31,7 +31,7 @@ class Turns(SimulatedEngine):
             raise AssertionError("rows are asked for from a position that is past the earlier turns")
         begin, wanted = len(request.input_ids), min(self.turns.pop(0), request.params.max_new_tokens)
         self.sampled += wanted
-        ids = [self.token(request.session, p) for p in range(begin, begin + wanted)]
+        ids = self.tokens(request.session, begin, begin + wanted)
         routes = self.rows(request.routes_start, begin + wanted - 1, self.version)
         finish = "length" if wanted == request.params.max_new_tokens else "stop"
         return self.answer(request, ids, finish, routes)
