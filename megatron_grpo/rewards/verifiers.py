@@ -10,6 +10,7 @@ This file is that process's program too, so it imports nothing of the package.
 import asyncio
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 
@@ -101,8 +102,8 @@ class VerifierPool:
 
     async def _start(self) -> asyncio.subprocess.Process:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", os.path.abspath(__file__), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-            limit=REPLY_LIMIT, env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
+            sys.executable, "-P", os.path.abspath(__file__), str(2 * self.timeout_s),
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=REPLY_LIMIT, env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
         self.processes.add(process)
         try:
             await asyncio.wait_for(self._ask(process, ""), START_LIMIT_S)
@@ -127,7 +128,11 @@ class VerifierPool:
 
 
 def _serve():
-    """Answer one line of JSON with one line of JSON until the parent closes the pipe."""
+    """Answer one line of JSON with one line of JSON until the parent closes the pipe.
+
+    Should the parent be killed while a verifier hangs, the timer's signal ends this process: it needs no interpreter to handle it.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)        # an interrupt of the terminal is the parent's to handle
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)       # a verifier that prints must not break the protocol
     for line in sys.stdin:
@@ -137,10 +142,12 @@ def _serve():
             reply = {"ready": True}
         else:
             kind, response, label, metadata = json.loads(line)
+            signal.setitimer(signal.ITIMER_PROF, float(sys.argv[1]))
             try:
                 reply = {"score": VERIFIERS[kind](response, label, metadata)}
             except Exception as error:
                 reply = {"error": f"{type(error).__name__}: {error}"[:2000]}
+            signal.setitimer(signal.ITIMER_PROF, 0)
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
 

@@ -214,8 +214,10 @@ def _open_parquet(file: Path, option: str) -> _ArrowRows:
 
 
 def _open_dataset(directory: Path, option: str):
-    import datasets
-
+    try:
+        import datasets
+    except ImportError:
+        raise ConfigError(f"{option} {directory}: reading it needs the package datasets: pip install datasets") from None
     try:
         found = datasets.load_from_disk(str(directory))
     except (FileNotFoundError, ValueError) as error:

@@ -90,7 +90,7 @@ class Trajectory:
         return Sample(
             sample_id=self.sample_id, group_id=self.group_id, tokens=tokens, prompt_length=len(prompt.tokens), loss_mask=mask[:length],
             rollout_logp=np.array(self.logp[:length], np.float32), status=self.status or Status.ABORTED,
-            routes=np.concatenate(self.routes) if self.routes else None,
+            routes=None if not self.routes else self.routes[0] if len(self.routes) == 1 else np.concatenate(self.routes),
             sampling_mask=None if self.sampling_mask is None else self.sampling_mask[:length],
             weight_versions=list(self.versions), prompt=prompt.text, label=prompt.label, metadata=dict(prompt.metadata), turns=self.turns,
             response=tokenizer.decode(tokens[len(prompt.tokens):].tolist(), skip_special_tokens=True))

@@ -12,6 +12,7 @@ import asyncio
 import os
 import sys
 import threading
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from ..rewards.reward import Rewards
 from ..rewards.shaping import shape_rewards
 from ..rollout.evaluate import evaluate
 from ..rollout.pipeline import Rollouts
-from ..rollout.prompts import PromptOrder, load_prompts
+from ..rollout.prompts import PromptOrder, Prompts, load_prompts
 from ..rollout.sampler import Sampler
 from ..rollout.tickets import LocalTickets, StoreTickets
 from ..settings import ConfigError
@@ -159,7 +160,7 @@ class EngineSource:
 
     def close(self) -> None:
         self.rollouts.close()
-        self.rewards.close()
+        self.link.events.run(self.rewards.close())
 
 
 class Bar:
@@ -181,25 +182,41 @@ class Bar:
         self.bar = None
 
 
-def make_source(args, link, groups, hooks):
-    """The leader's source that the flags ask for, restored to the position of the checkpoint that was loaded.
+@dataclass
+class Data:
+    """Prompts and tokenizer; read before anything slow starts, so that a wrong path or key fails at once."""
+
+    tokenizer: object
+    prompts: Prompts
+    held_out: Prompts | None
+    order: PromptOrder
+
+
+def load_data(args) -> Data | None:
+    """None when recorded samples are trained on.
 
     Raises:
         ConfigError: names the flag, file, line or key, and the fix.
     """
     settings = args.grpo
-    if template := settings.trainer.load_debug_rollout_data:
-        return RecordedSource(template, groups.dp_rank, groups.dp_size)
+    if settings.trainer.load_debug_rollout_data:
+        return None
     tokenizer = load_tokenizer(settings.weights.hf_checkpoint)
     prompts, held_out = load_prompts(settings.prompts, tokenizer, settings.trainer.eval_num_prompts)
-    order = PromptOrder(len(prompts), settings.prompts.rollout_shuffle, settings.prompts.rollout_seed)
+    return Data(tokenizer, prompts, held_out, PromptOrder(len(prompts), settings.prompts.rollout_shuffle, settings.prompts.rollout_seed))
+
+
+def make_source(args, data: Data | None, link, groups, hooks):
+    """The leader's source that the flags ask for, restored to the position of the checkpoint that was loaded."""
+    settings, at = args.grpo, dict(dp_rank=groups.dp_rank, dp_size=groups.dp_size)
+    if data is None:
+        return RecordedSource(settings.trainer.load_debug_rollout_data, **at)
     if settings.trainer.loss_type == "sft":
-        source = SupervisedSource(prompts, order, tokenizer, settings.rollout, groups.dp_rank, groups.dp_size)
+        source = SupervisedSource(data.prompts, data.order, data.tokenizer, settings.rollout, **at)
     else:
         tickets = LocalTickets() if groups.dp_size == 1 else StoreTickets(default_store(), groups.dp_rank, groups.dp_size)
-        source = EngineSource(link, tickets, prompts=prompts, held_out=held_out, order=order, tokenizer=tokenizer,
-                              rewards=Rewards(settings.verifier, hooks.rm), hooks=hooks, settings=settings, dp_rank=groups.dp_rank,
-                              dp_size=groups.dp_size)
+        source = EngineSource(link, tickets, prompts=data.prompts, held_out=data.held_out, order=data.order, tokenizer=data.tokenizer,
+                              rewards=Rewards(settings.verifier, hooks.rm), hooks=hooks, settings=settings, **at)
     states = load_leader_states(args.load, args.iteration) if args.load and args.iteration else []
     if states:
         source.restore(states)

@@ -1,6 +1,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import textwrap
 
 import pytest
@@ -39,6 +41,16 @@ def test_math_in_a_process_of_its_own():
         return await asyncio.to_thread(asyncio.run, run())
     scores, task = asyncio.run(threaded())
     assert scores == [score for _, _, score in cases] and task == [0, 0, 0, 1, 0, 0]
+
+
+def test_a_hanging_verifier_does_not_outlive_its_killed_owner():
+    """The real program, whose verifier hangs inside a regular expression and whose pipe nobody closes or reads."""
+    code = ("import sys, re; sys.argv = ['v', '1.0']; from megatron_grpo.rewards import verifiers; "
+            "verifiers.VERIFIERS['math'] = lambda *a: re.match('(a+)+$', 'a' * 60 + 'b'); verifiers._serve()")
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdin.write(b'["math", "", "", {}]\n')
+        process.stdin.flush()
+        assert process.wait(120) == -signal.SIGPROF
 
 
 PROGRAM = """
