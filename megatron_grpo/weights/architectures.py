@@ -10,7 +10,8 @@ from typing import Any
 
 from ..settings import ConfigError
 
-Config, Flags = dict[str, Any], dict[str, Any]
+type Config = dict[str, Any]
+type Flags = dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -48,14 +48,19 @@ class BroadcastGroup:
         address = _address_towards([engine.url for engine in self.engines])
         store = dist.TCPStore(address, 0, world_size, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
         self._executor = ThreadPoolExecutor(len(self.engines))
-        joining = {e: self._executor.submit(e.join_group, address, store.port, offsets[e], world_size, self.name, backend) for e in self.engines}
+        joining = {e: self._executor.submit(e.join_group, address, store.port, offset, world_size, self.name, backend)
+                   for e, offset in offsets.items()}
         ours: Future = Future()
-        threading.Thread(target=_into, args=(ours, _join_as_sender, store, world_size, self.name, backend, timeout), daemon=True).start()
+        arguments = (ours, store, world_size, self.name, backend, device, timeout)
+        threading.Thread(target=_join_as_sender, args=arguments, daemon=True).start()
         while not ours.done():
             raise_failures(_failed(joining))       # an engine that refused never joins, and ours would wait for it
             time.sleep(POLL)
         raise_failures({e: _outcome(f) for e, f in joining.items()})
-        self.group: dist.ProcessGroup = ours.result()
+        try:
+            self.group: dist.ProcessGroup = ours.result()
+        except RuntimeError as error:
+            raise EngineError(f"no broadcast group with {', '.join(e.url for e in self.engines)}: {error}") from None
 
     def send(self, bucket: Bucket) -> None:
         """One bucket to every engine.
@@ -64,7 +69,7 @@ class BroadcastGroup:
             EngineError: an engine failed; the group is then broken.
         """
         receiving = {e: self._executor.submit(e.receive, self.name, bucket) for e in self.engines}
-        works = [dist.broadcast(tensor.contiguous(), group_src=0, group=self.group, async_op=True) for _, tensor in bucket]
+        works: list = [dist.broadcast(tensor.contiguous(), group_src=0, group=self.group, async_op=True) for _, tensor in bucket]
         try:
             while not all(work.is_completed() for work in works):
                 raise_failures(_failed(receiving))
@@ -79,8 +84,10 @@ class BroadcastGroup:
         raise_failures({e: _outcome(f) for e, f in receiving.items()})
 
     def close(self, broken: bool) -> None:
-        """Leave the group; engines of a broken one are not waited for."""
-        if not broken:
+        """Leave the group. A broken one is aborted, and its engines, which may hang in it, are not waited for."""
+        if broken:
+            self.group.abort()
+        else:
             on_each(self.engines, lambda engine: engine.leave_group(self.name))
             dist.destroy_process_group(self.group)
         self._executor.shutdown(wait=False)
@@ -115,19 +122,17 @@ def _ranks_of(engine: EngineControl) -> int:
     return info["tp_size"]
 
 
-def _join_as_sender(store: dist.Store, world_size: int, name: str, backend: str, timeout: float) -> dist.ProcessGroup:
-    """The group in which this process is rank 0 although its default group knows nothing of the other members."""
-    group, _ = c10d._new_process_group_helper(world_size, 0, [], c10d.Backend(backend), c10d.PrefixStore(name, store), group_name=name,
-                                              timeout=timedelta(seconds=timeout))
-    c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
-    return group
-
-
-def _into(future: Future, function, *args) -> None:
+def _join_as_sender(joined: Future, store: dist.Store, world_size: int, name: str, backend: str, device: torch.device, timeout: float):
+    """Make the group in which this process is rank 0 although its default group knows nothing of the other members."""
     try:
-        future.set_result(function(*args))
+        if device.type == "cuda":
+            torch.cuda.set_device(device)       # a new thread starts on device 0
+        group, _ = c10d._new_process_group_helper(world_size, 0, [], c10d.Backend(backend), c10d.PrefixStore(name, store),
+                                                  group_name=c10d.GroupName(name), timeout=timedelta(seconds=timeout))
+        c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
+        joined.set_result(group)
     except BaseException as error:
-        future.set_exception(error)
+        joined.set_exception(error)
 
 
 def _address_towards(urls: Sequence[str]) -> str:

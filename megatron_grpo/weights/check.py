@@ -39,7 +39,8 @@ def sample(known: Collection[str], count: int, num_layers: int, seed: str) -> di
     return {name: candidates[name] for name in chosen}
 
 
-def verify_checksums(engine: EngineControl, chosen: dict[str, tuple[str, ...]], tensor: Callable[[str], torch.Tensor], head_dim: int) -> int:
+def verify_checksums(engine: EngineControl, chosen: dict[str, tuple[str, ...]], tensor: Callable[[str], torch.Tensor],
+                     head_dim: int) -> int:
     """Compare the chosen tensors on every rank of the engine.
 
     Args:

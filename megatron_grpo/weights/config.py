@@ -22,7 +22,7 @@ class WeightsConfig:
                  "route and log-prob that of the weights that sampled the token", choices=("abort", "drain", "retract", "in_place"))
     weight_sync_retries: int = setting(2, "further attempts at a failed update before the engine is left out", unit="attempts")
     weight_sync_timeout: int = setting(600, "deadline of one request to an engine, and of one broadcast", unit="seconds")
-    weight_sync_check: str = setting("checksum", "after an update, compare checksums of a sample of each engine's tensors with the trainer's",
+    weight_sync_check: str = setting("checksum", "after an update, compare checksums of some of each engine's tensors with the trainer's",
                                      choices=("checksum", "none"))
     weight_sync_check_tensors: int = setting(16, "tensors in that sample", unit="tensors")
 

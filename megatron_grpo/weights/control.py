@@ -112,7 +112,8 @@ class EngineControl:
 
     def update_from_disk(self, path: str, version: str, flush: bool) -> None:
         # load_format: an engine that was started with random weights has to read these ones all the same
-        self.request("/update_weights_from_disk", {"model_path": path, "load_format": "auto", "weight_version": version, "flush_cache": flush})
+        self.request("/update_weights_from_disk", {"model_path": path, "load_format": "auto", "weight_version": version,
+                                                   "flush_cache": flush})
 
     def set_version(self, version: str) -> None:
         self.request("/update_weight_version", {"new_version": version, "abort_all_requests": False})

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
+from .bridge import bridged_tensors
 from .live import LiveModel, Shard
 
 Bucket = list[tuple[str, torch.Tensor]]
@@ -32,6 +33,9 @@ def iterate_hf_tensors(model: LiveModel, bucket_bytes: int, to: str = "rank0") -
         bucket_bytes: gathered at a time [bytes].
         to: "rank0" or "owners".
     """
+    if model.bridge is not None:
+        yield from bridged_tensors(model.bridge, model.chunks, bucket_bytes)
+        return
     shards = [shard for shard in model.shards() if shard.exported]
     if to == "owners":
         yield from _gathered(model, shards, bucket_bytes, experts=False)
@@ -47,10 +51,9 @@ def iterate_hf_tensors(model: LiveModel, bucket_bytes: int, to: str = "rank0") -
         return
     yield from stage
     if _leads_stage(model):
-        device = shards[0].tensor.device
         for source in range(1, groups.pp.size()):
-            while (bucket := _receive(groups.pp, source, device)) is not None:
-                yield bucket
+            while (received := _receive(groups.pp, source, model.device)) is not None:
+                yield received
 
 
 def _leads_stage(model: LiveModel) -> bool:
@@ -82,7 +85,8 @@ def _gathered(model: LiveModel, shards: Sequence[Shard], bucket_bytes: int, expe
 
 def _buckets(shards: Sequence[Shard], limit: int) -> Iterator[list[Shard]]:
     """Runs of shards of at most `limit` bytes; a larger one alone. The same on all ranks of a group: their shards have equal sizes."""
-    bucket, size = [], 0
+    bucket: list[Shard] = []
+    size = 0
     for shard in shards:
         if bucket and size + _aligned(shard) > limit:
             yield bucket

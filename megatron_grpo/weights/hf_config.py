@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import logging
 import math
 import sys
 from collections.abc import Sequence
@@ -10,6 +11,9 @@ from typing import Any
 
 from ..settings import ConfigError, flag
 from .architectures import ARCHITECTURES, Architecture, moe_layers
+from .bridge import open_bridge
+
+logger = logging.getLogger(__name__)
 
 OPTIONS = {"add_bias_linear": "--disable-bias-linear", "layernorm_epsilon": "--norm-epsilon"}
 """Flags that are not spelt as their argparse name."""
@@ -24,14 +28,14 @@ CHOSEN_BY_USER = {"max_position_embeddings", "attention_dropout", "hidden_dropou
 
 
 def read_hf_config(path: str | Path) -> dict[str, Any]:
-    """The config.json of a Hugging Face directory.
+    """The config.json of a Hugging Face directory; its `_name_or_path` is the directory.
 
     Raises:
         ConfigError: there is none, or it is not JSON.
     """
     file = Path(path) / "config.json"
     try:
-        return json.loads(file.read_text())
+        return json.loads(file.read_text()) | {"_name_or_path": str(path)}
     except FileNotFoundError:
         raise ConfigError(f"--hf-checkpoint {path}: there is no config.json; give a local directory of a Hugging Face model") from None
     except json.JSONDecodeError as error:
@@ -52,8 +56,8 @@ def config_from_hf(path: str | Path) -> dict[str, Any]:
     config = read_hf_config(path)
     architecture = architecture_of(config)
     if architecture is None:
-        raise ConfigError(f"{path}: architecture {config.get('architectures')} is not one of {', '.join(ARCHITECTURES)}. Give the model flags "
-                          "yourself and install megatron-bridge for the weights, or add it to weights/architectures.py and name_map.py")
+        raise ConfigError(f"{path}: architecture {config.get('architectures')} is not one of {', '.join(ARCHITECTURES)}: add it to "
+                          "weights/architectures.py and weights/name_map.py")
     try:
         return architecture.flags(config)
     except KeyError as error:
@@ -73,8 +77,14 @@ def apply_hf_config(args: argparse.Namespace, path: str | Path, argv: Sequence[s
         argv: the words that were parsed, which tell the flags that were given; the process's own when None.
 
     Raises:
-        ConfigError: a given flag contradicts config.json; names all such flags and both values.
+        ConfigError: a given flag contradicts config.json; names all such flags and both values. Or the architecture is neither in
+            our table nor known to an installed megatron-bridge.
     """
+    config = read_hf_config(path)
+    if architecture_of(config) is None:
+        open_bridge(config)
+        logger.warning("%s: %s is not in our table, so its model flags are neither set nor checked", path, config.get("architectures"))
+        return
     words = {word.split("=", 1)[0] for word in (sys.argv[1:] if argv is None else argv)}
     flags, wrong = config_from_hf(path), []
     for name, value in flags.items():

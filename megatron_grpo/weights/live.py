@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..settings import ConfigError
+from .bridge import open_bridge
 from .name_map import NAME_MAP, Entry
 from .splits import Block, Geometry, Shape
 
@@ -81,12 +82,22 @@ class LiveModel:
         entries: the table of its architecture.
         geometry: its sizes.
         groups: this rank's place.
+        bridge: megatron-bridge's converter when the architecture is not in the table; it then does all the work.
     """
 
     chunks: Sequence[torch.nn.Module]
     entries: tuple[Entry, ...]
     geometry: Geometry
     groups: ModelGroups
+    bridge: Any = None
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.chunks[0].parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.chunks[0].parameters()).dtype
 
     @classmethod
     def from_config(cls, chunks: Sequence[torch.nn.Module], config: dict[str, Any], groups: ModelGroups) -> "LiveModel":
@@ -95,21 +106,22 @@ class LiveModel:
             config: config.json of the model, as `read_hf_config` or `hf_config_from_args` give it.
 
         Raises:
-            ConfigError: the architecture is not in the table, or the model keeps its weights in a layout that the table lacks.
+            ConfigError: the architecture is neither in the table nor known to an installed megatron-bridge, or the model keeps its
+                weights in a layout that the table lacks.
         """
         name = next((a for a in config["architectures"] if a in NAME_MAP), None)
-        if name is None:
-            raise ConfigError(f"architecture {config['architectures']} has no name map; the known ones are {', '.join(NAME_MAP)}. "
-                              "Add it to weights/name_map.py, or install megatron-bridge")
         interleave = getattr(unwrap(chunks[0]).config, "moe_mlp_glu_interleave_size", None)
         if interleave is not None:
             raise ConfigError(f"--moe-mlp-glu-interleave-size {interleave}: gate and up rows can not be told apart; drop it")
         heads = config["num_attention_heads"]
         geometry = Geometry(
-            heads=heads, groups=config.get("num_key_value_heads") or heads, head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            heads=heads, groups=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
             vocab_size=config["vocab_size"], num_layers=config["num_hidden_layers"],
             num_experts=next((config[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(key)), 0),
             tied=config.get("tie_word_embeddings", False))
+        if name is None:
+            return cls(list(chunks), (), geometry, groups, open_bridge(config))
         return cls(list(chunks), NAME_MAP[name], geometry, groups)
 
     def shards(self) -> Iterator[Shard]:
@@ -122,9 +134,9 @@ class LiveModel:
             layers = {i: layer.layer_number - 1 for i, layer in enumerate(chunk.decoder.layers)}
             for name, tensor in chunk.named_parameters():
                 yield self._shard(chunk, layers, name, tensor, buffer=False)
-            for name, tensor in chunk.named_buffers():
+            for name, buffer in chunk.named_buffers():
                 if any(entry.buffer and entry.match(name) for entry in self.entries):
-                    yield self._shard(chunk, layers, name, tensor, buffer=True)
+                    yield self._shard(chunk, layers, name, buffer, buffer=True)
 
     def _shard(self, chunk, layers: dict[int, int], name: str, tensor: torch.Tensor, buffer: bool) -> Shard:
         for entry in self.entries:
@@ -132,8 +144,8 @@ class LiveModel:
             if numbers is not None:
                 break
         else:
-            raise ConfigError(f"parameter {name} {tuple(tensor.shape)} has no entry in the name map of its architecture: a flag gave the model a "
-                              "part that the Hugging Face model lacks, or weights/name_map.py needs an entry")
+            raise ConfigError(f"parameter {name} {tuple(tensor.shape)} has no entry in the name map of its architecture: a flag gave the "
+                              "model a part that the Hugging Face model lacks, or weights/name_map.py needs an entry")
         local = dict(numbers)
         if "layer" in numbers:
             numbers["layer"] = layers[numbers["layer"]]
@@ -164,7 +176,7 @@ class LiveModel:
             raise ConfigError(f"{shard.name}: {error}") from None
 
 
-def unwrap(module: torch.nn.Module) -> torch.nn.Module:
+def unwrap(module: Any) -> Any:
     """The GPTModel inside Megatron's wrappers."""
     while hasattr(module, WRAPPED):
         module = getattr(module, WRAPPED)

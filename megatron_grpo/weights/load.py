@@ -24,9 +24,12 @@ def load_hf_checkpoint(model: LiveModel, path: str | os.PathLike) -> None:
     Raises:
         ConfigError: tensors that are missing, have another shape, or have no place in the model; the message names them.
     """
+    if model.bridge is not None:
+        model.bridge.load_hf_weights(list(model.chunks), str(path))
+        return
     faults, used, names = [], torch.zeros(0), []
     try:
-        if "quantization_config" in read_hf_config(path):
+        if "quantization_config" in read_hf_config(str(path)):
             raise ConfigError(f"{path} holds quantized weights; give the bfloat16 checkpoint of the same model")
         checkpoint = SafetensorsDirectory(path)
         names = sorted(checkpoint.files)
@@ -61,7 +64,7 @@ def load_hf_checkpoint(model: LiveModel, path: str | os.PathLike) -> None:
 
 def _no_leftovers(model: LiveModel, path, names: Sequence[str], used: torch.Tensor) -> None:
     """Every tensor of the checkpoint went into some rank's model, except layers of multi-token prediction."""
-    used = used.to(next(model.chunks[0].parameters()).device)
+    used = used.to(model.device)
     dist.all_reduce(used, dist.ReduceOp.MAX)
     left = [name for name, seen in zip(names, used.tolist(), strict=True) if not seen and not _may_be_left(name, model)]
     if left:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..rollout.engine import EngineError
+from ..settings import ConfigError
 from .broadcast import BroadcastGroup, send_all
 from .check import can_be_sampled, sample, verify_checksums
 from .config import WeightsConfig
@@ -60,6 +61,7 @@ class WeightPublisher:
 
     def __init__(self, model: LiveModel, config: dict[str, Any], settings: WeightsConfig, directory: str | Path,
                  api_key: str | None = None):
+        _refuse_what_sglang_cannot_serve(config)
         self.model, self.config, self.settings, self.api_key = model, config, settings, api_key
         self.directory = Path(directory).absolute()
         self.current: Path | None = None        # directory of the newest complete weights
@@ -67,7 +69,7 @@ class WeightPublisher:
         self._broadcast: BroadcastGroup | None = None
         # ranks that do not publish wait here for rank 0, which may wait for engines
         patience = settings.weight_sync_timeout * 8 * (settings.weight_sync_retries + 1)
-        self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience))
+        self._control: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience))
         names: list = [None] * dist.get_world_size()
         dist.all_gather_object(names, [n for s in model.shards() for n in s.hf_names() if can_be_sampled(n)], group=self._control)
         self._sampled_from = set().union(*names)
@@ -145,6 +147,7 @@ class WeightPublisher:
         return nbytes
 
     def _update_from_disk(self, engine: EngineControl, version: str) -> None:
+        assert self.current is not None, "publish writes before it updates"
         mode = self.settings.weight_sync_pause
         engine.pause(mode)
         try:
@@ -159,7 +162,8 @@ class WeightPublisher:
     def _send(self, engines: list[EngineControl], version: str) -> tuple[Failures, int]:
         """One attempt of all ranks: gather, and broadcast from rank 0. Every rank draws every bucket whatever happens."""
         buckets = iterate_hf_tensors(self.model, self.settings.weight_sync_bucket_size)
-        failures, nbytes, kept = {}, 0, {}
+        failures: Failures = {}
+        nbytes, kept = 0, dict[str, torch.Tensor]()
         try:
             if dist.get_rank() == 0:
                 nbytes = self._broadcast_to(engines, _keeping(buckets, self._chosen(version), kept), version)
@@ -178,8 +182,7 @@ class WeightPublisher:
         if self._broadcast is not None and self._broadcast.engines != engines:
             self._leave_group(broken=False)
         if self._broadcast is None:
-            device = next(self.model.chunks[0].parameters()).device
-            self._broadcast = BroadcastGroup(engines, device, self.settings.weight_sync_timeout)
+            self._broadcast = BroadcastGroup(engines, self.model.device, self.settings.weight_sync_timeout)
         try:
             on_each(engines, lambda engine: engine.pause(mode), must=True)
             on_each(engines, lambda engine: engine.begin_update(), must=True)
@@ -222,3 +225,12 @@ def _keeping(buckets: Iterator[Bucket], chosen: dict[str, tuple[str, ...]], kept
     for bucket in buckets:
         kept.update((name, tensor.cpu()) for name, tensor in bucket if name in wanted)
         yield bucket
+
+
+def _refuse_what_sglang_cannot_serve(config: dict[str, Any]) -> None:
+    """SGLang builds every layer of a Qwen MoE model as a MoE layer and says nothing about the weights it then lacks."""
+    dense = config.get("mlp_only_layers") or (config.get("decoder_sparse_step") or 1) > 1
+    if dense and config["architectures"][0] in ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"):
+        raise ConfigError(f"{config['architectures'][0]} with dense layers (mlp_only_layers {config.get('mlp_only_layers')}, "
+                          f"decoder_sparse_step {config.get('decoder_sparse_step')}): SGLang serves random experts there. Use "
+                          "--moe-layer-freq 1, or Glm4MoeForCausalLM, whose first layers may be dense")

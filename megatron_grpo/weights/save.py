@@ -26,7 +26,7 @@ def save_hf_checkpoint(model: LiveModel, path: str | os.PathLike, config: dict[s
         ConfigError: a rank could not write; raised on every rank.
     """
     rank, writer = dist.get_rank(), SafetensorsWriter(path, dist.get_rank())
-    fault = None
+    fault: Exception | None = None
     try:
         if rank == 0:
             writer.prepare()
@@ -44,7 +44,7 @@ def save_hf_checkpoint(model: LiveModel, path: str | os.PathLike, config: dict[s
     try:
         if rank == 0:
             writer.publish({name: file for files, _ in parts for name, file in files.items()}, total,
-                           _without_mtp(config), tokenizer_from)
+                           _config_of(model, config), tokenizer_from)
     except OSError as error:
         fault = error
     _agree(path, fault)
@@ -61,6 +61,9 @@ def _agree(path, fault: Exception | None, value: Any = None) -> list:
     return [value for _, value in everyone]
 
 
-def _without_mtp(config: dict[str, Any]) -> dict[str, Any]:
-    """Layers of multi-token prediction are not exported, so the config must not promise them."""
+def _config_of(model: LiveModel, config: dict[str, Any]) -> dict[str, Any]:
+    """config.json of what is written: its dtype, no path of this machine, and no layers of multi-token prediction."""
+    config = config | {"dtype": str(model.dtype).removeprefix("torch.")}
+    config.pop("torch_dtype", None)
+    config.pop("_name_or_path", None)
     return config | ({"num_nextn_predict_layers": 0} if config.get("num_nextn_predict_layers") else {})

@@ -1,5 +1,7 @@
 import argparse
 import json
+import sys
+import types
 
 import pytest
 from transformers import Glm4MoeConfig, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
@@ -60,8 +62,10 @@ def test_older_configs_are_read(tmp_path):
 
 def test_given_flags_are_checked_and_the_rest_is_set(tmp_path):
     write(CONFIGS[1], tmp_path)
-    args = argparse.Namespace(num_layers=4, moe_layer_freq=[1, 0, 1, 1], max_position_embeddings=77, vocab_size=None, layernorm_epsilon=1e-6)
-    apply_hf_config(args, tmp_path, ["--num-layers", "4", "--moe-layer-freq=[1,0,1,1]", "--max-position-embeddings", "77", "--norm-epsilon", "1e-6"])
+    args = argparse.Namespace(num_layers=4, moe_layer_freq=[1, 0, 1, 1], max_position_embeddings=77, vocab_size=None,
+                              layernorm_epsilon=1e-6)
+    words = "--num-layers 4 --moe-layer-freq=[1,0,1,1] --max-position-embeddings 77 --norm-epsilon 1e-6"
+    apply_hf_config(args, tmp_path, words.split())
     assert (args.vocab_size, args.max_position_embeddings, args.num_experts) == (100, 77, 8)
     args.num_layers, args.layernorm_epsilon = 5, 1e-5
     with pytest.raises(ConfigError) as error:
@@ -81,12 +85,24 @@ def test_integer_layer_frequency_means_the_same_as_the_list(tmp_path):
     (dict(rope_parameters={"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0}), "rope_type 'yarn'"),
     (dict(hidden_act="gelu"), "hidden_act"),
     (dict(attention_bias=True), "attention_bias"),
-    (dict(architectures=["Mystery"]), "megatron-bridge"),
+    (dict(architectures=["Mystery"]), "architectures.py"),
 ])
 def test_what_megatron_cannot_express_is_refused(tmp_path, changes, message):
     write(CONFIGS[1], tmp_path, **changes)
     with pytest.raises(ConfigError, match=message):
         config_from_hf(tmp_path)
+
+
+def test_an_unknown_architecture_needs_megatron_bridge(tmp_path, monkeypatch):
+    write(CONFIGS[1], tmp_path, architectures=["Mystery"])
+    args = argparse.Namespace(num_layers=7)
+    with pytest.raises(ConfigError, match="pip install megatron-bridge"):
+        apply_hf_config(args, tmp_path, [])
+    opened = []
+    bridge = types.SimpleNamespace(AutoBridge=types.SimpleNamespace(from_hf_pretrained=opened.append))
+    monkeypatch.setitem(sys.modules, "megatron.bridge", bridge)
+    apply_hf_config(args, tmp_path, [])
+    assert opened == [str(tmp_path)] and args.num_layers == 7
 
 
 def test_missing_and_broken_config(tmp_path):

@@ -33,7 +33,7 @@ def write_model(kind: str, path: Path, seed: int = 0, **changes) -> Path:
 
 
 FLAGS = """--seq-length 64 --micro-batch-size 1 --global-batch-size 8 --train-iters 1 --lr 1e-3 --tokenizer-type NullTokenizer
---eval-iters 0 --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none --moe-router-dtype fp32""".split()
+--eval-iters 0 --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none --moe-router-dtype fp32"""
 
 
 def start(path, flags=()):
@@ -57,7 +57,7 @@ def start(path, flags=()):
         platform_cpu.set_defaults(parser)
         return parser
 
-    sys.argv = ["test", *FLAGS, "--hf-checkpoint", str(path), *flags]
+    sys.argv = ["test", *FLAGS.split(), "--hf-checkpoint", str(path), *flags]
     args = parse_args(extra)
     apply_hf_config(args, path)
     validate_args(args)
