@@ -102,6 +102,9 @@ def resolve(args: argparse.Namespace) -> Settings:
     _model_from_hf(args, settings.weights)
     if settings.trainer.platform == "cpu":
         platform_cpu.check(args)
+    if trainer.loss_type == "sft" and settings.routing.replay:
+        raise ConfigError("--loss-type sft samples nothing, so there are no experts to replay: drop --use-routing-replay and "
+                          "--use-rollout-routing-replay")
     _batch_size(args, settings)
     _unequal_lengths(args)
     if settings.routing.use_routing_replay or settings.routing.use_rollout_routing_replay:

@@ -22,7 +22,7 @@ from .reference import Reference, load_reference
 from .router_replay import RouterReplay
 from .run_log import Phases, RunLog
 from .sample_log import write_samples
-from .sources import make_source, save_samples
+from .sources import load_data, make_source, save_samples
 from .step import StepResult, logprob_pass, optimizer_step
 
 
@@ -180,6 +180,13 @@ def make_job(args, model_provider):
         directory = settings.trainer.run_dir or args.save
         log = RunLog(directory, is_logger(), args.train_iters)
         stack.callback(log.close)
+        data, error = None, None
+        if groups.is_leader:
+            try:
+                data = load_data(args)
+            except Exception as failure:
+                error = f"{type(failure).__name__}: {failure}"
+        agree(groups, error)
         engine = None
         if settings.trainer.loss_type == "policy_loss" and not settings.trainer.load_debug_rollout_data:
             engine = EngineLink(args, groups, directory)
@@ -193,12 +200,12 @@ def make_job(args, model_provider):
         if settings.routing.replay:
             replay = RouterReplay.bind(trained.model, no_aux_loss=settings.routing.router_replay_no_aux_loss)
         reference = load_reference(args, trained) if settings.algorithm.needs_reference else None
-        source, error = None, None
+        source = None
         if engine is not None:
             engine.connect(trained, replay)
         if groups.is_leader:
             try:
-                source = make_source(args, engine, groups, hooks)
+                source = make_source(args, data, engine, groups, hooks)
                 stack.callback(source.close)
             except Exception as failure:
                 error = f"{type(failure).__name__}: {failure}"
