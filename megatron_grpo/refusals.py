@@ -6,6 +6,7 @@ refused, so that nobody believes in a setting that does not act; values that a r
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,13 +49,25 @@ def _outside(v, name, low, high=float("inf")):
     return value is not None and not low < value <= high
 
 
+def _negative(v, name):
+    value = getattr(v, name)
+    return value is not None and not value >= 0
+
+
+def _compares_rollout(v, name):
+    return v.use_rollout_logprobs and getattr(v, name) not in (None, ())
+
+
+def _surrogate_in(v, names):
+    return v.surrogate in names
+
+
 def _positive(*names: str) -> list[Rule]:
-    return [Rule((n,), lambda v, n=n: _outside(v, n, 0), f"{flag(n)} {{{n}}}: give a number above 0") for n in names]
+    return [Rule((n,), partial(_outside, name=n, low=0), f"{flag(n)} {{{n}}}: give a number above 0") for n in names]
 
 
 def _not_negative(*names: str) -> list[Rule]:
-    return [Rule((n,), lambda v, n=n: getattr(v, n) is not None and not getattr(v, n) >= 0, f"{flag(n)} {{{n}}}: give 0 or more")
-            for n in names]
+    return [Rule((n,), partial(_negative, name=n), f"{flag(n)} {{{n}}}: give 0 or more") for n in names]
 
 
 VALUES = [
@@ -139,7 +152,7 @@ PAIRS = [
     # off-policy correction
     Rule(("use_rollout_logprobs", "use_tis"), lambda v: v.use_rollout_logprobs and v.use_tis,
          "--use-rollout-logprobs makes old and rollout log-probs the same, so every weight of --use-tis is 1: drop one of them"),
-    *[Rule(("use_rollout_logprobs", name), lambda v, name=name: v.use_rollout_logprobs and getattr(v, name) not in (None, ()),
+    *[Rule(("use_rollout_logprobs", name), partial(_compares_rollout, name=name),
            f"--use-rollout-logprobs makes old and rollout log-probs the same, so {flag(name)} never acts: drop one of them")
       for name in ("rejection", "rs_veto_threshold", "seq_logprob_error_threshold", "custom_tis_function_path")],
     Rule(("use_rollout_logprobs", "ratio"),
@@ -190,7 +203,7 @@ UNUSED = [
     Unused(("eps_clip_c",), ("surrogate",), lambda v: v.eps_clip_c is None or v.surrogate in ("ppo", "clip_cov"),
            "dual clip belongs to --surrogate ppo"),
     Unused(("ratio",), ("surrogate",), lambda v: v.surrogate not in OWN_RATIO, "--surrogate {surrogate} has its own ratio"),
-    *[Unused(names, ("surrogate",), lambda v, users=users: v.surrogate in users, f"only --surrogate {' or '.join(users)} reads it")
+    *[Unused(names, ("surrogate",), partial(_surrogate_in, names=users), f"only --surrogate {' or '.join(users)} reads it")
       for names, users in ((("sapo_tau_pos", "sapo_tau_neg"), ("sapo",)),
                            (("clip_cov_ratio", "clip_cov_low", "clip_cov_high"), ("clip_cov",)),
                            (("kl_cov_ratio", "kl_cov_coef"), ("kl_cov",)), (("dppo_ratio_max",), ("dppo_tv", "dppo_kl")),
@@ -222,7 +235,7 @@ def refuse(config, given: Collection[str] | None = None, outside: dict[str, Any]
 def broken(config, given: Collection[str] | None = None, outside: dict[str, Any] | None = None) -> list[tuple[Rule | Unused, str]]:
     """The rules that `config` breaks, each with its message."""
     v = _flatten(config, given, outside or {})
-    found = [(rule, rule.why.format(**vars(v))) for rule in (*VALUES, *PAIRS) if rule.when(v)]
+    found: list[tuple[Rule | Unused, str]] = [(rule, rule.why.format(**vars(v))) for rule in (*VALUES, *PAIRS) if rule.when(v)]
     for rule in UNUSED:
         names = [n for n in rule.flags if n in (given or ()) and _acts(config, n)]
         if names and not rule.used(v):

@@ -48,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser, title: str, *classes: type) -
         hints, by_recipe = typing.get_type_hints(cls), getattr(cls, "by_recipe", False)
         for field in dataclasses.fields(cls):
             meta, kind = field.metadata, _scalar_type(hints[field.name])
+            convert: Callable = kind
             names = [flag(field.name), *meta["aliases"]]
             unit = f" {meta['unit']}" if meta["unit"] else ""
             text = f"{meta['help']} (default: {field.default}{unit}{' or as --algorithm says' * by_recipe})".replace("%", "%%")
@@ -57,8 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser, title: str, *classes: type) -
                 group.add_argument(*names, dest=field.name, action=action, default=default, help=text)
             else:
                 if type(None) in typing.get_args(hints[field.name]) and kind is not str:
-                    kind = _or_none(kind)
-                group.add_argument(*names, dest=field.name, type=kind, default=default, choices=meta["choices"],
+                    convert = _or_none(kind)
+                group.add_argument(*names, dest=field.name, type=convert, default=default, choices=meta["choices"],
                                    nargs=meta["nargs"], help=text)
 
 

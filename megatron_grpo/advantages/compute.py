@@ -1,5 +1,6 @@
 """From the rewards of a step to the advantage of every token: baseline, KL in the reward, returns, whitening, clipping."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -35,7 +36,7 @@ def compute_advantages(inputs: AdvantageInputs, config, hooks=None) -> tuple[tor
     c: AdvantageConfig = config.advantage
     kl_T = _token_kl(inputs, config)
     inputs = replace(inputs, kl_T=kl_T)
-    if c.kl_form == "sequence" and c.kl_coef != 0:
+    if kl_T is not None and c.kl_form == "sequence":
         inputs = replace(inputs, reward_N=inputs.reward_N - c.kl_coef * _sum_over_samples(inputs, kl_T).to(inputs.reward_N.dtype))
     estimate_N, metrics = sample_advantage(inputs, c)
     inputs = replace(inputs, estimate_N=estimate_N.to(inputs.reward_N.dtype))
@@ -100,13 +101,14 @@ def sample_advantage(inputs: AdvantageInputs, c: AdvantageConfig) -> tuple[torch
 
 def _token_advantage(inputs: AdvantageInputs, c: AdvantageConfig) -> torch.Tensor:
     """[T] from the samples' advantages: spread over the tokens, less the KL in the form asked for."""
+    assert inputs.estimate_N is not None
     estimate_S = inputs.estimate_N[inputs.sample_S]
-    penalty_T = None if c.kl_coef == 0 or c.kl_form == "sequence" else -c.kl_coef * inputs.kl_T
+    penalty_T = None if inputs.kl_T is None or c.kl_form == "sequence" else -c.kl_coef * inputs.kl_T
     if c.kl_form != "return_to_go":
         spread_T = estimate_S[inputs.seq_T]
         return spread_T if penalty_T is None else spread_T + penalty_T
-    returns = partial(discounted_returns, seq_T=inputs.seq_T, num_seqs=inputs.num_seqs, chunk_T=inputs.chunk_T, columns=inputs.columns,
-                      cp_group=inputs.cp_group)
+    returns: Callable = partial(discounted_returns, seq_T=inputs.seq_T, num_seqs=inputs.num_seqs, chunk_T=inputs.chunk_T,
+                                columns=inputs.columns, cp_group=inputs.cp_group)
     step_T = inputs.mask_T
     if c.gamma_tool_tokens and c.gamma != 1:        # every token from the first to the last that the policy chose
         step_T = step_T | (returns(step_T.float(), step_T) > 0)

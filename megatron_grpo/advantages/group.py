@@ -101,6 +101,8 @@ def group_advantage(groups: Groups, *, baseline: str = "mean", std: str = "sampl
     elif baseline == "leave_one_out":
         out_N = centered_N * (n_N / (n_N - 1).clamp(min=1))
     elif baseline == "length":
+        if tokens_N is None:
+            raise ValueError("the baseline length needs tokens_N")
         lengths_N = tokens_N * groups.weight_N
         out_N = centered_N - groups.total(lengths_N * centered_N) / groups.total(lengths_N).clamp(min=1)
     elif baseline == "second_best":

@@ -34,10 +34,15 @@ def discounted_returns(r_T: torch.Tensor, step_T: torch.Tensor, seq_T: torch.Ten
 
     Returns:
         [T] of r_T's dtype.
+
+    Raises:
+        ValueError: cp_group has several ranks and chunk_T is not given.
     """
-    final_S = r_T.new_zeros(num_seqs) if final_S is None else final_S.to(r_T.dtype)
+    final = r_T.new_zeros(num_seqs) if final_S is None else final_S.to(r_T.dtype)
     if cp_group is None or cp_group.size() == 1:
-        return _returns(r_T, step_T, seq_T, num_seqs, final_S, gamma)
+        return _returns(r_T, step_T, seq_T, num_seqs, final, gamma)
+    if chunk_T is None:
+        raise ValueError("returns over context-parallel shards need chunk_T, the chunk of each token")
     num_chunks, mine = sum(map(len, columns)), torch.tensor(columns[cp_group.rank()], device=r_T.device)
     cell_T = torch.cummax(seq_T * num_chunks + chunk_T, 0).values       # the tail of padding joins the last cell
     cell_SC = torch.arange(num_seqs, device=r_T.device)[:, None] * num_chunks + mine
@@ -57,7 +62,7 @@ def discounted_returns(r_T: torch.Tensor, step_T: torch.Tensor, seq_T: torch.Ten
     dist.all_gather_into_tensor(gathered.view(-1), carries.view(-1), group=cp_group)
     order = torch.tensor([c for held in columns for c in held], device=r_T.device).argsort()
     decay, value = gathered.view(-1, *carries.shape).permute(1, 2, 0, 3).flatten(2)[:, :, order]       # [S, num_chunks] each
-    after = [final_S]                                                           # what follows each chunk, from the last on
+    after = [final]                                                             # what follows each chunk, from the last on
     for c in range(num_chunks - 1, 0, -1):
         after.append(value[:, c] + decay[:, c] * after[-1])
     after_SC = torch.stack(after[::-1], dim=1)[:, mine]

@@ -70,6 +70,7 @@ def _load_file(path: Path):
     name = "_hook_" + "_".join(path.with_suffix("").parts[1:])
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None         # a .py file always has them
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module          # before it runs: dataclasses and pickles look it up there
         try:
