@@ -1,3 +1,6 @@
+import json
+from urllib.request import urlopen
+
 import pytest
 
 from megatron_grpo.routing.server import check_server, version
@@ -34,3 +37,10 @@ def test_accepted(info):
 
 def test_version():
     assert version("0.5.9.post1") == (0, 5, 9) and version("v0.5.23rc1") == (0, 5, 23) and version("main") == ()
+
+
+@pytest.mark.engine
+def test_what_a_real_server_says_is_accepted_and_each_word_of_it_is_read(sglang_server):
+    info = json.load(urlopen(f"{sglang_server.url}/server_info", timeout=60))
+    check_server(sglang_server.url, info)
+    assert set(GOOD) <= set(info)           # a field that is renamed would otherwise be read as harmless

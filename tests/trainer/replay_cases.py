@@ -5,6 +5,7 @@ import torch
 
 from megatron_grpo.parallel.layout import Layout
 from megatron_grpo.routing.codec import MISSING
+from megatron_grpo.routing.mismatch import compare, mismatch_metrics
 from megatron_grpo.routing.placement import RoutesShare, RouteStore, place, unrouted
 from tests.trainer import one_step
 
@@ -115,6 +116,7 @@ def same(a, b):
 
 def r3_then_r2(flags):
     """Every claim about one layout; returns what only the whole job can judge."""
+    from megatron.core import mpu
     job = Job(flags)
     native = job.run()
     # R3: the engine's routes in both passes
@@ -122,12 +124,13 @@ def r3_then_r2(flags):
     after_old = job.checked
     new = job.run(job.shares, forward_only=False)
     assert same(old, new), "R3: the ratio is not exactly 1"
-    assert job.checked >= 2 * after_old > 0
+    assert job.checked >= 2 * after_old and (after_old > 0) is bool(job.replay.layers)
     recomputed = job.checked > 2 * after_old
     assert all(g > 0 for g in job.router_gradients()), "a router lost its gradient"
     assert not native or not same(native, old), "the routes changed nothing: the test is void"
-    own = {n for _, c in captures for n in c.own.layers}
-    assert own == set(job.replay.layers)
+    assert {n for _, c in captures for n in c.own.layers} == set(job.replay.layers)
+    parts = [compare(job.shares[n], c.own, job.batches[n][-1]) for n, c in captures]
+    differ, tokens = mismatch_metrics(parts, mpu.get_pipeline_model_parallel_group())["routing/token_mismatch"]
     # R2: record, replay in two mini-steps, with a native pass in between
     store = RouteStore()
     old = job.run(record=True, captures=(captures := []))
@@ -138,12 +141,12 @@ def r3_then_r2(flags):
         assert same(old, job.run(shares, forward_only=False)), "R2: the ratio is not exactly 1"
         job.run()
     assert all(set(s.layers) == set(job.replay.layers) for s in shares)
-    return dict(layers=list(job.replay.layers), recomputed=recomputed, finite=all(torch.isfinite(x).all().item() for x in new))
+    return dict(layers=list(job.replay.layers), recomputed=recomputed, finite=all(torch.isfinite(x).all().item() for x in new),
+                token_mismatch=(int(differ), int(tokens)))
 
 
 def missing_rows(flags):
     """A third of the engine's rows is missing: routed natively, the same in recompute and in every later pass."""
-    from megatron_grpo.routing.mismatch import compare, mismatch_metrics
     job = Job(flags, missing=0.33)
     assert all(s.missing for s in job.shares)
     old = job.run(job.shares, record=True, compare=True, captures=(captures := []))

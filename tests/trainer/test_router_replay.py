@@ -26,6 +26,8 @@ def test_ratio_is_exactly_one(pool, flags, ranks, recomputed):
     results = pool.run(cases.r3_then_r2, (*FP32, *flags), ranks=ranks)
     assert {n for r in results for n in r["layers"]} == {0, 1, 2, 3}
     assert all(r["recomputed"] is recomputed and r["finite"] for r in results)
+    differ, tokens = results[0]["token_mismatch"]       # random experts: most tokens differ
+    assert 0.9 * tokens < differ <= tokens
 
 
 @pytest.mark.parametrize("flags, ranks, recomputed", [
@@ -68,6 +70,12 @@ def test_an_exception_in_mid_step_leaves_nothing_behind(pool, flags):
 def test_aux_loss_can_be_off_under_replay(pool):
     zero, off, on = (pool.run(cases.aux_loss_gradients, *case)[0] for case in (("0", False), ("1", True), ("1", False)))
     assert off == zero != on
+
+
+def test_a_pipeline_stage_without_experts(pool):
+    results = pool.run(cases.r3_then_r2, (*FP32, "--moe-layer-freq", "([0]*2+[1]*2)", *PP2), ranks=2)
+    assert [r["layers"] for r in results] == [[], [2, 3]]
+    assert results[0]["token_mismatch"] == results[1]["token_mismatch"] and results[0]["token_mismatch"][0] > 0
 
 
 def test_mtp_routers_are_not_bound(pool):
