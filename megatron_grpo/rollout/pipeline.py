@@ -26,6 +26,7 @@ class Rollouts:
     def __init__(self, loop: asyncio.AbstractEventLoop, sampler: Sampler, timeout_s: float | None = None):
         self.loop, self.sampler, self.timeout_s = loop, sampler, timeout_s
         self._pending: deque[tuple[int, Future]] = deque()
+        self._tasks: set[asyncio.Task] = set()
         self._ready: dict[int, Rollout] = {}        # generated and not taken yet
         self._one_at_a_time = asyncio.Lock()        # first come, first served
 
@@ -64,15 +65,23 @@ class Rollouts:
         self.sampler.load_state_dict(states)
 
     def close(self) -> None:
-        """Cancel what is generated ahead."""
-        for _, future in self._pending:
-            future.cancel()
+        """Cancel what is being generated."""
         self._pending.clear()
-        self._wait(self._submit(self.sampler.close()))
+        self._wait(self._submit(self._stop()))
 
     async def _generate(self, version: int) -> None:
+        task = asyncio.current_task()
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         async with self._one_at_a_time:
             self._ready[version] = await self.sampler.rollout(version)
+
+    async def _stop(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.sampler.close()
 
     async def _state(self) -> dict:
         state = self.sampler.state_dict()
