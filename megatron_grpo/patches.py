@@ -42,7 +42,7 @@ class Tree:
     def __init__(self, package: str, root: str | None = None):
         if package not in NATIVE:
             raise PatchError(f"unknown package {package!r}; known are {', '.join(NATIVE)}")
-        found = next(iter(importlib.metadata.distributions(name=package, **({"path": [root]} if root else {}))), None)
+        found = next(iter(importlib.metadata.distributions(name=package, path=[root] if root else sys.path)), None)
         if found is None:
             raise PatchError(f"{package} is not installed{f' in {root}' if root else ''}")
         self.package, self.version = package, found.version
@@ -66,7 +66,7 @@ class Tree:
     def state(self) -> dict[str, str]:
         """Each file of the patch: "original", "patched" or "unknown"."""
         states = {}
-        for name, hashes in self.entry["files"].items():
+        for name, hashes in (self.entry or {"files": {}})["files"].items():
             path = self.root / name
             found = _sha(path.read_bytes()) if path.is_file() else None
             states[name] = {hashes["before"]: "original", hashes["after"]: "patched"}.get(found, "unknown")

@@ -39,8 +39,8 @@ def route_dtype(num_experts: int) -> np.dtype:
 
 def wire_size(text: str | bytes) -> int:
     """Bytes that base64 `text` decodes to."""
-    pad = "==" if isinstance(text, str) else b"=="
-    return len(text) // 4 * 3 - (2 if text.endswith(pad) else 1 if text.endswith(pad[:1]) else 0)
+    end = text[-2:] if isinstance(text, str) else bytes(text[-2:]).decode("latin-1")
+    return len(text) // 4 * 3 - (2 if end == "==" else end.endswith("="))
 
 
 def wire_dtype(nbytes: int, count: int, key: str | None = None) -> np.dtype:

@@ -108,7 +108,7 @@ def find_damage(part: RouteMismatch, layout: Layout, sample_ids: Sequence[int], 
     share_SL = np.where(rows_SL >= MIN_ROWS, agreement_SL / np.maximum(rows_SL, 1), 1.0)
     if share_SL.size == 0 or share_SL.min() >= floor:
         return None
-    s, column = np.unravel_index(share_SL.argmin(), share_SL.shape)
+    s, column = divmod(int(share_SL.argmin()), share_SL.shape[1])
     return RouteAuditError(
         sample_ids[s], f"only {share_SL[s, column]:.0%} of the engine's experts are the trainer's own (--router-agreement-floor {floor})",
         "permuted layers, or routes of other weights: the engine was not updated, or its prefix cache outlived the update",

@@ -79,15 +79,15 @@ def place(routes: Sequence[np.ndarray | None], layout: Layout, *, columns: Seque
     if len(routes) != layout.num_seqs and (len(routes) or layout.num_tokens):
         raise ValueError(f"routes of {len(routes)} sequences for a micro-batch of {layout.num_seqs}")
     index = layout.hidden_index(cp_rank, tp_rank).numpy()
-    columns = np.asarray(columns, dtype=np.int64)
-    share = np.full((len(index), len(columns), topk), MISSING, route_dtype(num_experts))
+    wanted = np.asarray(columns, dtype=np.int64)
+    share = np.full((len(index), len(wanted), topk), MISSING, route_dtype(num_experts))
     start = 0
     for s, (rows, length) in enumerate(zip(routes, layout.lengths, strict=False)):
         if rows is not None:
             if len(rows) not in (length - 1, length):
                 raise ValueError(f"sequence {s}: {len(rows)} rows of routes for {length} tokens, expected {length - 1}")
             mine = np.flatnonzero((index >= start) & (index < start + length - 1))
-            share[mine] = rows[(index[mine] - start)[:, None], columns]
+            share[mine] = rows[(index[mine] - start)[:, None], wanted]
         start += length
     free = unrouted(layout, cp_rank, tp_rank).numpy()
     numbers = torch.from_numpy(np.flatnonzero(free))
@@ -101,7 +101,7 @@ class RouteStore:
     The chunks of a virtual pipeline record one after the other; their layers are joined.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._shares: dict[object, RoutesShare] = {}
 
     def put(self, key: object, share: RoutesShare) -> None:

@@ -214,14 +214,14 @@ def _bind_chunk(model, spec: RouteSpec) -> frozenset[int]:
             if getattr(type(router), "routing", None) is not TopKRouter.routing:
                 raise ConfigError(f"routing replay: the router of layer {layer} is a {type(router).__name__} with its own routing; only "
                                   "Megatron's TopKRouter asks for replayed experts")
-            router.__class__ = _replayed(type(router))
+            router.__class__ = _replayed(router.__class__)
         router.router_replay = LayerReplay(layer)
         bound.add(layer)
     return frozenset(bound)
 
 
 @functools.cache
-def _replayed(cls: type) -> type:
+def _replayed(cls: Any) -> Any:
     """The class of a bound router: statistics leave unrouted rows out, and the auxiliary loss can be off."""
 
     class ReplayedRouter(cls):
