@@ -88,7 +88,19 @@ def sequences():
     return [[torch.randint(0, 127, (n,), generator=generator) for n in lengths] for lengths in LENGTHS]
 
 
-def micro_batches(args):
+def even_mask(layout, dtype):
+    """[N] mask whose ones, seen from the position before, fall equally on both of two zigzag ranks: Megatron divides the loss of
+    multi-token prediction by the count of each context-parallel rank, so that only such a mask makes it independent of the layout."""
+    from megatron_grpo.parallel.layout import Layout
+    two, mask = Layout(layout.lengths, cp_size=2), torch.zeros(layout.num_tokens, dtype=dtype)
+    ends = torch.tensor(layout.lengths).cumsum(0)
+    for rank in range(2):
+        inside = [i for i in two.index(rank).tolist() if i >= 0 and not {i, i + 1} & set((ends - 1).tolist())]
+        mask[[i + 1 for i in inside[:3]]] = 1
+    return mask
+
+
+def micro_batches(args, even=False):
     """(tokens, labels, mask, positions, PackedSeqParams, Layout) of this rank, and the number of labels of the step."""
     from megatron.core import mpu
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -100,7 +112,7 @@ def micro_batches(args):
         layout = Layout([len(p) for p in parts], cp_size=n, tp_size=args.tensor_model_parallel_size, kind=args.cp_layout,
                         qkv_format=args.qkv_format)
         tokens = torch.cat(parts)
-        mask = layout.labels(torch.ones(layout.num_tokens, dtype=args.params_dtype))
+        mask = even_mask(layout, args.params_dtype) if even else layout.labels(torch.ones(layout.num_tokens, dtype=args.params_dtype))
         total += int(mask.sum())
         padded = layout.cu_seqlens_padded
         params = None if args.qkv_format == "bshd" else PackedSeqParams(
@@ -118,7 +130,7 @@ def step(flags=(), dtype=torch.float64, mtp=False):
     from megatron.core.utils import unwrap_model
     args = start(flags, dtype)
     model, config = build(args)
-    batches, total = micro_batches(args)
+    batches, total = micro_batches(args, even=mtp)
     dp, losses = mpu.get_data_parallel_world_size(), []
 
     def forward_step(iterator, chunk):
