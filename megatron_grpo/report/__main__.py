@@ -11,7 +11,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m megatron_grpo.report", description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, the one that holds metrics.jsonl")
     parser.add_argument("--output", metavar="FILE", help="where to write the page (default: report.html in the first run directory)")
-    parser.add_argument("--watch", action="store_true", help="serve the page on 127.0.0.1 and refresh it as the runs write; nothing is written")
+    parser.add_argument("--watch", action="store_true", help="serve the page on 127.0.0.1, refreshed as the runs write; writes no file")
     parser.add_argument("--port", type=int, help="port of --watch (default: 8890)")
     args = parser.parse_args(argv)
     if args.watch and args.output:

@@ -1,14 +1,14 @@
 """What deserves a look in a run: rules with a threshold, where the threshold comes from, and what to do."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 
 from .runs import Run
 
-RECENT = 10         # a rule speaks of the median of this many last values
-RISE_FROM = 20      # values before a trend is judged
-RISE_BY = 5.0       # last fifth over first fifth
+RECENT = 10  # a rule speaks of the median of this many last values
+RISE_FROM = 20  # values before a trend is judged
+RISE_BY = 5.0  # last fifth over first fifth
 
 
 @dataclass(frozen=True)
@@ -48,38 +48,85 @@ class Alert:
     source: str
     advice: str
 
-    def as_dict(self) -> dict:
-        return asdict(self)
 
-
-KL_SOURCE = ("a 30B-A3B MoE has 1.5e-3 between SGLang and Megatron, 8.4e-4 between two identical Megatron passes (R3, arXiv 2510.11370); "
-             "Fireworks saw collapse by step 20 at 1.3e-2")
-KL_ADVICE = ("Same weights, dtype and sampling support on both sides? For MoE turn on --use-rollout-routing-replay; "
-             "bound what remains with --use-tis.")
-CLIP_SOURCE = ("GSPO reports about 0.0013 for GRPO and 0.15 for GSPO (arXiv 2507.18071, fig. 2); Fireworks saw collapse with 0.45 of the "
-               "tokens clipped")
+KL_SOURCE = (
+    "a 30B-A3B MoE has 1.5e-3 between SGLang and Megatron, 8.4e-4 between two identical Megatron passes (R3, arXiv 2510.11370); "
+    "Fireworks saw collapse by step 20 at 1.3e-2"
+)
+KL_ADVICE = (
+    "Same weights, dtype and sampling support on both sides? For MoE turn on --use-rollout-routing-replay; "
+    "bound what remains with --use-tis."
+)
+CLIP_SOURCE = (
+    "GSPO reports about 0.0013 for GRPO and 0.15 for GSPO (arXiv 2507.18071, fig. 2); Fireworks saw collapse with 0.45 of the "
+    "tokens clipped"
+)
 CLIP_ADVICE = "Fewer optimizer steps per rollout, a smaller learning rate, or clip bounds that fit the ratio's level (token or sequence)."
 HOUSE = "this report's own rule of thumb, no published value"
 
 RULES = (
     Rule("mismatch_k3", "Train-versus-rollout KL (k3)", 3e-3, 1e-2, KL_SOURCE, KL_ADVICE),
     Rule("mismatch_k1", "Train-versus-rollout KL (k1)", 3e-3, 1e-2, KL_SOURCE, KL_ADVICE),
-    Rule("mismatch_f2", "Tokens whose ratio is beyond 2", 1e-2, 0.1,
-         "F(2) above 0.1 at the crash, mostly below 1e-4 with R3 (arXiv 2510.11370); the lower threshold is a tenth of the crash value", KL_ADVICE),
-    Rule("mismatch_abs", "Mean |log-prob difference| to the engine", 0.05, 0.1,
-         "slime's CI refuses 0.1; the lower threshold is half of it", KL_ADVICE),
-    Rule("mismatch_ratio_ess", "Effective sample size, trainer against engine", 0.8, 0.5, HOUSE + "; k3 alone is blind to some collapses", KL_ADVICE,
-         over=False),
+    Rule(
+        "mismatch_f2",
+        "Tokens whose ratio is beyond 2",
+        1e-2,
+        0.1,
+        "F(2) above 0.1 at the crash, mostly below 1e-4 with R3 (arXiv 2510.11370); the lower threshold is a tenth of the crash value",
+        KL_ADVICE,
+    ),
+    Rule(
+        "mismatch_abs",
+        "Mean |log-prob difference| to the engine",
+        0.05,
+        0.1,
+        "slime's CI refuses 0.1; the lower threshold is half of it",
+        KL_ADVICE,
+    ),
+    Rule(
+        "mismatch_ratio_ess",
+        "Effective sample size, trainer against engine",
+        0.8,
+        0.5,
+        HOUSE + "; k3 alone is blind to some collapses",
+        KL_ADVICE,
+        over=False,
+    ),
     Rule("ratio_ess", "Effective sample size of the policy ratio", 0.8, 0.5, HOUSE, CLIP_ADVICE, over=False),
     Rule("clip_frac_high", "Tokens clipped from above", 0.2, 0.45, CLIP_SOURCE, CLIP_ADVICE),
     Rule("clip_frac_low", "Tokens clipped from below", 0.2, 0.45, CLIP_SOURCE, CLIP_ADVICE),
-    Rule("groups/zero_std", "Groups without a learning signal", 0.5, 0.8, HOUSE + "; DAPO (arXiv 2503.14476) samples such groups away",
-         "The prompts are too easy or too hard: --dynamic-sampling-filter-path with --over-sampling-batch-size, or other prompts."),
-    Rule("routing/router_mismatch", "Routers that choose other experts than the engine", 0.2, 0.5,
-         "about 0.1 between SGLang and Megatron in bf16 (arXiv 2510.11370); the thresholds are twice and five times that",
-         "Look at the layers: one that stands out speaks of permuted layers or of weights that did not arrive."),
-    Rule("routing/fallback", "Rows without a route from the engine", 0.01, 0.1, HOUSE, "The engine returned no experts for part of the tokens."),
-    Rule("samples/truncated", "Responses cut at the length limit", 0.3, 0.6, HOUSE, "Raise --rollout-max-response-len, or shape overlong responses."),
+    Rule(
+        "groups/zero_std",
+        "Groups without a learning signal",
+        0.5,
+        0.8,
+        HOUSE + "; DAPO (arXiv 2503.14476) samples such groups away",
+        "The prompts are too easy or too hard: --dynamic-sampling-filter-path with --over-sampling-batch-size, or other prompts.",
+    ),
+    Rule(
+        "routing/router_mismatch",
+        "Routers that choose other experts than the engine",
+        0.2,
+        0.5,
+        "about 0.1 between SGLang and Megatron in bf16 (arXiv 2510.11370); the thresholds are twice and five times that",
+        "Look at the layers: one that stands out speaks of permuted layers or of weights that did not arrive.",
+    ),
+    Rule(
+        "routing/fallback",
+        "Rows without a route from the engine",
+        0.01,
+        0.1,
+        HOUSE,
+        "The engine returned no experts for part of the tokens.",
+    ),
+    Rule(
+        "samples/truncated",
+        "Responses cut at the length limit",
+        0.3,
+        0.6,
+        HOUSE,
+        "Raise --rollout-max-response-len, or shape overlong responses.",
+    ),
 )
 
 
@@ -88,7 +135,11 @@ def check_run(run: Run) -> list[Alert]:
     found = [alert for rule in RULES if (alert := _against(run, rule))]
     found += filter(None, (_rise(run, "mismatch_k3", 1e-4), _rise(run, "mismatch_f2", 1e-4), _entropy(run), _failed(run)))
     found += _not_finite(run)
-    return sorted(found, key=lambda a: ("bad", "warn", "note").index(a.level))
+    return worst_first(found)
+
+
+def worst_first(alerts: list[Alert]) -> list[Alert]:
+    return sorted(alerts, key=lambda a: ("bad", "warn", "note").index(a.level))
 
 
 def unchecked(run: Run) -> list[str]:
@@ -110,8 +161,10 @@ def _against(run: Run, rule: Rule) -> Alert | None:
     if not beyond:
         return None
     worst = (max if rule.over else min)(beyond, key=lambda p: p[1])
-    text = (f"{side} {rule.warn:g} on {len(beyond)} of {len(points)} steps, worst {worst[1]:.3g} at step {worst[0]}, "
-            f"last at step {beyond[-1][0]}; now {now:.3g}")
+    text = (
+        f"{side} {rule.warn:g} on {len(beyond)} of {len(points)} steps, worst {worst[1]:.3g} at step {worst[0]}, "
+        f"last at step {beyond[-1][0]}; now {now:.3g}"
+    )
     return Alert(run.name, "note", rule.metric, rule.title, text, beyond[-1][0], rule.source, rule.advice)
 
 
@@ -127,10 +180,16 @@ def _rise(run: Run, metric: str, floor: float) -> Alert | None:
     first, last = _fifths(points)
     if last <= floor or last <= RISE_BY * max(first, 0.0):
         return None
-    return Alert(run.name, "warn", metric, "Mismatch with the engine is rising",
-                 f"median of the last fifth of the steps is {last:.3g}, of the first fifth {first:.3g}", points[-1][0],
-                 f"the mismatch compounds as training goes on (IcePop); over {RISE_BY:g} times the start and over {floor:g} is this report's rule",
-                 KL_ADVICE)
+    return Alert(
+        run.name,
+        "warn",
+        metric,
+        "Mismatch with the engine is rising",
+        f"median of the last fifth of the steps is {last:.3g}, of the first fifth {first:.3g}",
+        points[-1][0],
+        f"the mismatch compounds as training goes on (IcePop); {RISE_BY:g} times the start and over {floor:g} is this report's rule",
+        KL_ADVICE,
+    )
 
 
 def _entropy(run: Run) -> Alert | None:
@@ -140,11 +199,17 @@ def _entropy(run: Run) -> Alert | None:
     first, last = _fifths(points)
     if first <= 0 or last >= 0.3 * first:
         return None
-    return Alert(run.name, "bad" if last < 0.1 * first else "warn", "entropy", "Entropy is collapsing",
-                 f"median of the last fifth of the steps is {last:.3g} nats, {last / first:.0%} of the first fifth's {first:.3g}", points[-1][0],
-                 HOUSE + " (30 % and 10 % of the start); DAPO (arXiv 2503.14476) raises the upper clip bound against it",
-                 "Raise --eps-clip-high over --eps-clip, add --entropy-coef, or lower the learning rate. "
-                 "Harmless if held-out accuracy is high and still rising.")
+    return Alert(
+        run.name,
+        "bad" if last < 0.1 * first else "warn",
+        "entropy",
+        "Entropy is collapsing",
+        f"median of the last fifth is {last:.3g} nats, {last / first:.0%} of the first fifth's {first:.3g}",
+        points[-1][0],
+        HOUSE + " (30 % and 10 % of the start); DAPO (arXiv 2503.14476) raises the upper clip bound against it",
+        "Raise --eps-clip-high over --eps-clip, add --entropy-coef, or lower the learning rate. "
+        "Harmless if held-out accuracy is high and still rising.",
+    )
 
 
 def _failed(run: Run) -> Alert | None:
@@ -154,9 +219,16 @@ def _failed(run: Run) -> Alert | None:
     total, failed = sum(made[s] for s in steps), sum(lost[s] for s in steps)
     if not total or failed / total <= 0.01:
         return None
-    return Alert(run.name, "bad" if failed / total > 0.1 else "warn", "rollout/samples_failed", "Samples lost to infrastructure",
-                 f"{failed / total:.1%} of the samples of the last {len(steps)} steps (engine or verifier)", steps[-1], HOUSE,
-                 "The trainer's log names the reason of each: dead engine, deadline, verifier.")
+    return Alert(
+        run.name,
+        "bad" if failed / total > 0.1 else "warn",
+        "rollout/samples_failed",
+        "Samples lost to infrastructure",
+        f"{failed / total:.1%} of the samples of the last {len(steps)} steps (engine or verifier)",
+        steps[-1],
+        HOUSE,
+        "The trainer's log names the reason of each: dead engine, deadline, verifier.",
+    )
 
 
 def _not_finite(run: Run) -> list[Alert]:
@@ -164,12 +236,30 @@ def _not_finite(run: Run) -> list[Alert]:
     for name in ("loss", "grad_norm"):
         steps = [s for s, v in run.series(name, finite=False) if not math.isfinite(v)]
         if steps:
-            alerts.append(Alert(run.name, "bad" if steps[-1] == run.series(name, finite=False)[-1][0] else "note", name, f"{name} is not finite",
-                                f"on {len(steps)} steps, first at step {steps[0]}, last at step {steps[-1]}", steps[-1], "always an error",
-                                "Look at the step before the first one: ratio_max, mismatch_abs_max and the samples."))
+            alerts.append(
+                Alert(
+                    run.name,
+                    "bad" if steps[-1] == run.series(name, finite=False)[-1][0] else "note",
+                    name,
+                    f"{name} is not finite",
+                    f"{len(steps)} of {len(run.metrics[name])} steps, first at step {steps[0]}, last at step {steps[-1]}",
+                    steps[-1],
+                    "always an error",
+                    "Look at the step before the first one: ratio_max, mismatch_abs_max and the samples.",
+                )
+            )
     skipped = [s for s, v in run.series("skipped") if v > 0]
     if skipped:
-        alerts.append(Alert(run.name, "warn" if len(skipped) * 20 > len(run.series("skipped")) else "note", "skipped", "Optimizer steps skipped",
-                            f"{len(skipped)} steps, last at step {skipped[-1]}", skipped[-1], HOUSE + " (over 5 % of the steps)",
-                            "Megatron skips a step whose gradients overflow or are not finite."))
+        alerts.append(
+            Alert(
+                run.name,
+                "warn" if len(skipped) * 20 > len(run.series("skipped")) else "note",
+                "skipped",
+                "Optimizer steps skipped",
+                f"{len(skipped)} steps, last at step {skipped[-1]}",
+                skipped[-1],
+                HOUSE + " (over 5 % of the steps)",
+                "Megatron skips a step whose gradients overflow or are not finite.",
+            )
+        )
     return alerts

@@ -1,6 +1,7 @@
 // Charts as inline SVG: lines, stacked bars, histograms, a waterfall. Each takes a card's element and a description, and draws itself into it.
 const SVG = "http://www.w3.org/2000/svg";
 const colour = i => `var(--c${i % 8})`;
+const layer = k => colour(k + 2);     // parts of a stack: the first runs keep their colours to themselves
 const DASHES = ["", "6 3", "2 3", "8 3 2 3"];
 
 function el(tag, attributes = {}, ...children) {
@@ -137,11 +138,15 @@ function lineChart(box, lines, options) {
   const f = frame(box, {x: [x0, x1], y: [y0, y1], xLabel, yLabel, yTicks, yText: t => log ? logLabel(t) : shortNumber(t, y1 - y0), xTicks, xText: t => shortNumber(t, x1 - x0)});
   for (const mark of options.marks || []) if (mark.x >= x0 && mark.x <= x1)
     f.root.append(svg("line", {x1: f.px(mark.x), x2: f.px(mark.x), y1: f.top, y2: f.bottom, stroke: mark.paint, "stroke-dasharray": "1 4", opacity: 0.8}));
+  let label = Infinity;
   for (const limit of options.limits || []) {
     const at = log ? Math.log10(limit.at) : limit.at;
-    if (at > y0 && at < y1) f.root.append(
+    if (at <= y0 || at >= y1) continue;
+    const beside = Math.abs(f.py(at) - label) < 13;
+    label = f.py(at);
+    f.root.append(
       svg("line", {x1: f.left, x2: f.right, y1: f.py(at), y2: f.py(at), stroke: `var(--${limit.level})`, "stroke-dasharray": "5 4", opacity: 0.75}),
-      Object.assign(svg("text", {x: f.right - 2, y: f.py(at) - 3, "text-anchor": "end"}, `alert ${limit.over ? "over" : "under"} ${shortNumber(limit.at, limit.at)}`)));
+      svg("text", {class: "limit", x: f.right - (beside ? 92 : 2), y: f.py(at) - 3, "text-anchor": "end"}, `alert ${limit.over ? "over" : "under"} ${shortNumber(limit.at, limit.at)}`));
   }
   const path = (xs, ys) => xs.map((x, i) => (i ? "L" : "M") + f.px(x).toFixed(1) + " " + f.py(ys[i]).toFixed(1)).join("");
   for (const line of drawn) {
@@ -180,18 +185,18 @@ function stackedChart(box, data, {yLabel, xLabel, unit}) {
   data.rows.forEach((row, i) => {
     const bar = svg("g"); let base = 0;
     row.forEach((value, k) => {
-      if (value > 0) bar.append(svg("rect", {x: f.px(i) - wide / 2 + gap / 2, width: Math.max(wide - gap, 0.6), y: f.py(base + value), height: Math.max(f.py(base) - f.py(base + value) - (wide > 6 ? 1 : 0), 0.4), fill: colour(k)}));
+      if (value > 0) bar.append(svg("rect", {x: f.px(i) - wide / 2 + gap / 2, width: Math.max(wide - gap, 0.6), y: f.py(base + value), height: Math.max(f.py(base) - f.py(base + value) - (wide > 6 ? 1 : 0), 0.4), fill: layer(k)}));
       base += value;
     });
     const area = svg("rect", {x: f.px(i) - wide / 2, width: wide, y: f.top, height: f.bottom - f.top, fill: "transparent"});
     area.addEventListener("pointermove", event => {
       const steps = data.x[i] === data.to[i] ? `step ${data.x[i]}` : `mean over steps ${data.x[i]} to ${data.to[i]}`;
-      tip.show(event, el("div", {}, steps), ...data.names.map((name, k) => tip.row(swatch(colour(k)), name, number(row[k]) + unit)).reverse(), tip.row("", "together", number(totals[i]) + unit));
+      tip.show(event, el("div", {}, steps), ...data.names.map((name, k) => tip.row(swatch(layer(k)), name, number(row[k]) + unit)).reverse(), tip.row("", "together", number(totals[i]) + unit));
     });
     area.addEventListener("pointerleave", tip.hide);
     bar.append(area); f.root.append(bar);
   });
-  box.append(el("div", {class: "legend"}, ...data.names.map((name, k) => el("span", {class: "key"}, swatch(colour(k)), name))), f.root);
+  box.append(el("div", {class: "legend"}, ...data.names.map((name, k) => el("span", {class: "key"}, swatch(layer(k)), name))), f.root);
 }
 
 // parts: [[name, seconds]]: each starts where the one before ended.
@@ -203,7 +208,7 @@ function waterfall(box, parts, order) {
   let start = 0;
   parts.forEach(([name, s], i) => {
     root.append(svg("text", {x: left - 8, y: i * row + 16, "text-anchor": "end"}, name),
-      svg("rect", {x: px(start), y: i * row + 4, width: Math.max(px(start + s) - px(start), 1.5), height: row - 8, rx: 3, fill: colour(order.indexOf(name))}),
+      svg("rect", {x: px(start), y: i * row + 4, width: Math.max(px(start + s) - px(start), 1.5), height: row - 8, rx: 3, fill: layer(order.indexOf(name))}),
       svg("text", {x: px(start + s) + 6, y: i * row + 16}, `${number(s)} s · ${Math.round(s / total * 100)} %`));
     start += s;
   });

@@ -4,9 +4,10 @@ import json
 import math
 import os
 import tempfile
+from dataclasses import asdict
 from functools import cache
 
-from .alerts import RULES, check_run, unchecked
+from .alerts import RULES, check_run, unchecked, worst_first
 from .runs import Run, read_run
 
 POINTS = 1000       # a longer series keeps, of each bin of steps, its lowest and its highest value
@@ -48,7 +49,7 @@ def page_data(run_dirs: list[str]) -> dict:
     runs = [read_run(directory, name) for directory, name in zip(run_dirs, _names(run_dirs), strict=True)]
     return {
         "runs": [_run_data(run) for run in runs],
-        "alerts": [alert.as_dict() for run in runs for alert in check_run(run)],
+        "alerts": [asdict(alert) for alert in worst_first([a for run in runs for a in check_run(run)])],
         "unchecked": {run.name: unchecked(run) for run in runs},
         "rules": [{"metric": r.metric, "title": r.title, "warn": r.warn, "bad": r.bad, "over": r.over, "source": r.source} for r in RULES]}
 

@@ -70,7 +70,7 @@ function drawChart(box, runs, spec) {
     if (!points) return;
     const keep = points.x.map((_, i) => i).filter(i => place(run, points.x[i]) !== null);
     const gone = run.lost.filter(l => l.name === name).flatMap(l => l.steps);
-    lines.push({name: (runs.length > 1 || !several ? run.name : "") + (several ? (runs.length > 1 ? " · " : "") + name : ""), paint: colour(run.index), dash: several ? DASHES[k % 4] : "",
+    lines.push({name: (runs.length > 1 || !several ? run.name : "") + (several ? (runs.length > 1 ? " · " : "") + name.split("/").at(-1) : ""), paint: colour(run.index), dash: several ? DASHES[k % 4] : "",
       xs: keep.map(i => place(run, points.x[i])), ys: keep.map(i => points.y[i]), steps: keep.map(i => points.x[i]), lost: gone.map(s => place(run, s)).filter(x => x !== null), of: points.of});
   });
   box.append(el("div", {class: "legend"}, ...lines.map(l => el("span", {class: "key"}, lineKey(l.paint, l.dash), (runs.length > 1 || several) ? l.name : "last", el("b", {}, number(l.ys.at(-1)))))));
@@ -111,8 +111,8 @@ function books(runs, add) {
 
 function phases(runs, add) {
   const have = runs.filter(r => r.phases.x.length);
+  for (const run of have) add(card("Time per phase", "", run.name), box => stackedChart(box, run.phases, {yLabel: "seconds in a step", xLabel: "optimizer step", unit: " s"}));
   for (const run of have) {
-    add(card("Time per phase", "", run.name), box => stackedChart(box, run.phases, {yLabel: "seconds in a step", xLabel: "optimizer step", unit: " s"}));
     if (run.recent_phases.length) add(card("One step, phase after phase", "", `${run.name}: mean of the last steps, in logged order. Phases that overlap are drawn as if they did not.`), box => waterfall(box, run.recent_phases, run.phases.names));
   }
   return have.length < runs.length ? [`Time per phase: \`seconds\` (${runs.filter(r => !have.includes(r)).map(r => r.name).join(", ")})`] : [];
@@ -255,7 +255,7 @@ function draw() {
 
 function setTheme(name) {
   if (name) document.documentElement.dataset.theme = name; else delete document.documentElement.dataset.theme;
-  byId("theme").textContent = name || "auto";
+  byId("theme").textContent = `theme: ${name || "auto"}`;
   try { localStorage.setItem("grpo-theme", name); } catch { /* a file page may have no storage */ }
 }
 
@@ -279,7 +279,7 @@ try { stored = localStorage.getItem("grpo-theme") || ""; } catch { /* as above *
 setTheme(["light", "dark"].find(t => location.hash === "#" + t) || stored);
 byId("theme").addEventListener("click", () => setTheme({"": "light", light: "dark", dark: ""}[document.documentElement.dataset.theme || ""]));
 byId("axis").addEventListener("change", e => { view.axis = e.target.value; draw(); });
-byId("smooth").addEventListener("input", e => { view.smooth = +e.target.value; draw(); });
+byId("smooth").addEventListener("input", e => { if (!view.frame) view.frame = requestAnimationFrame(() => { view.frame = 0; draw(); }); view.smooth = +e.target.value; });
 let resized, width = innerWidth;
 addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; clearTimeout(resized); resized = setTimeout(draw, 150); } });
 draw();

@@ -71,7 +71,7 @@ def _read_metrics(run: Run) -> None:
         if previous is not None and step < previous:
             run.resumes.append(step)
         previous = step
-        time = record.get("time")
+        time = record.get("time", math.nan)
         times[step] = float(time) if _is_number(time) else math.nan
         for kind, table in (("metrics", run.metrics), ("seconds", run.seconds)):
             values = record.get(kind, {})
@@ -99,7 +99,7 @@ def _read_samples(run: Run) -> None:
         steps = [steps[round(i * (len(steps) - 1) / (SAMPLE_STEPS - 1))] for i in range(SAMPLE_STEPS)]
     left = TOKENS_PER_RUN
     for step in reversed(steps):
-        samples = []
+        samples: list[dict] = []
         for where, record in _objects(files[step], run):
             if len(samples) == SAMPLES_PER_STEP or left <= 0:
                 break
