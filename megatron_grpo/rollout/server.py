@@ -53,7 +53,7 @@ class LocalServer:
 
     Args:
         model_path: Hugging Face model directory.
-        port: 0 takes a free one.
+        port: 0 takes a free one, at the first start.
         dtype: of weights and activations.
         routes: start with --enable-return-routed-experts.
         device: "cpu" or "cuda".
@@ -69,7 +69,6 @@ class LocalServer:
         self.process: subprocess.Popen | None = None
         self._owner = os.getpid()
         self._directory = ""
-        self._free_port = port == 0
 
     @classmethod
     def from_config(cls, config: EngineConfig, model_path: str | os.PathLike, *, routes: bool,
@@ -111,7 +110,7 @@ class LocalServer:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)     # as the server does: a port in TIME_WAIT is free
             try:
-                probe.bind(("127.0.0.1", 0 if self._free_port else self.port))
+                probe.bind(("127.0.0.1", self.port))
             except OSError as error:
                 raise EngineError(f"port {self.port} of this machine is taken ({error.strerror}): {PORT_FIX}") from None
             self.port = probe.getsockname()[1]
