@@ -50,6 +50,7 @@ function logTicks(low, high) {
 function superscript(n) { return String(n).replace(/./g, c => "⁰¹²³⁴⁵⁶⁷⁸⁹"["0123456789".indexOf(c)] || "⁻"); }
 function logLabel(at) {
   const e = Math.floor(at + 1e-9), m = Math.round(10 ** (at - e));
+  if (e >= -3 && e <= 3) return String(+(m * 10 ** e).toPrecision(1));
   return (m === 1 ? "" : m + "·") + "10" + superscript(e);
 }
 
@@ -125,7 +126,7 @@ function lineChart(box, lines, options) {
   if (options.one && !log) y1 = Math.max(y1, 1);
   if (y1 - y0 < 1e-9 * Math.max(Math.abs(y0), Math.abs(y1)) || y0 === y1) {
     const pad = log ? 0.5 : Math.abs(y0) * 0.1 || 1;
-    y0 -= options.zero && y0 === 0 ? 0 : pad; y1 += pad;
+    y0 -= options.zero && y0 === 0 ? 0 : pad; y1 += options.one && y1 === 1 ? 0 : pad;
   } else if (log) { const pad = (y1 - y0) * 0.06; y0 -= pad; y1 += pad; }
   let yTicks = log ? logTicks(y0, y1) : ticks(y0, y1, 4);
   if (log && yTicks.length < 2) { y0 = Math.floor(y0); y1 = Math.ceil(y1); yTicks = logTicks(y0, y1); }

@@ -88,7 +88,7 @@ function chartSection({id, title, about, charts, extra, none}, runs) {
   const add = (box, draw) => { grid.append(box); jobs.push(() => draw(box)); };
   for (const spec of there) add(card(spec.title, spec.metrics.filter(m => runs.some(r => r.metrics[m])).join(" ")), box => drawChart(box, runs, spec));
   const more = extra ? extra(runs, add) : [];
-  if (missing.length + more.length) part.append(el("div", {class: "missing"}, "Not in these runs:", el("ul", {}, ...missing.map(s => el("li", {}, `${s.title}: `, el("code", {}, s.metrics.join(", ")), ` (${s.need})`)), ...more.map(m => el("li", {}, m)))));
+  if (missing.length + more.length) part.append(el("div", {class: "missing"}, "Not in these runs:", el("ul", {}, ...[...new Set(missing.map(s => s.need))].map(need => el("li", {}, ...missing.filter(s => s.need === need).flatMap((s, i) => [`${i ? ", " : ""}${s.title} `, el("code", {}, s.metrics.join(" "))]), `: ${need}`)), ...more.map(m => el("li", {}, m)))));
   if (!specs.length && none) part.append(el("p", {class: "missing"}, none));
   return {part, jobs};
 }
@@ -98,7 +98,7 @@ function layerProfile(runs, add) {
     const points = Object.keys(run.metrics).map(n => /^routing\/router_mismatch\/layer_(\d+)$/.exec(n)).filter(Boolean).map(m => [+m[1], last(run, m[0])]).sort((a, b) => a[0] - b[0]);
     return {name: run.name, paint: colour(run.index), dash: "", xs: points.map(p => p[0]), ys: points.map(p => p[1]), steps: points.map(p => p[0]), lost: []};
   }).filter(l => l.xs.length);
-  if (!lines.length) return ["Routers that differ, by layer (needs --use-rollout-routing-replay)"];
+  if (!lines.length) return [];
   add(card("Routers that differ, by layer", "routing/router_mismatch/layer_*", "last step"), box => lineChart(box, lines, {zero: true, integers: true, yLabel: "share of tokens", xLabel: "decoder layer", xTitle: x => `layer ${x}`}));
   return [];
 }
