@@ -104,7 +104,7 @@ class Rewards:
     async def _post(self, body: dict):
         if self._session is None:
             self._session = aiohttp.ClientSession()
-        async with self._session.post(self.config.rm_url, json=body) as response:
+        async with self._session.post(str(self.config.rm_url), json=body) as response:
             response.raise_for_status()
             return await response.json(content_type=None)
 

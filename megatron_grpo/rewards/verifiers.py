@@ -114,6 +114,7 @@ class VerifierPool:
         return process
 
     async def _ask(self, process: asyncio.subprocess.Process, message: str) -> dict:
+        assert process.stdin and process.stdout
         process.stdin.write(message.encode() + b"\n")
         await process.stdin.drain()
         reply = await process.stdout.readline()

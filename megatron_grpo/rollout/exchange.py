@@ -44,6 +44,7 @@ def exchange_samples(samples: list[Sample], destination: Mapping[int, int], owne
         raise ValueError(f"data-parallel rank {rank} does not hold its samples {missing[:5]}")
     result = [own[i] for i, to in destination.items() if to == rank and owner[i] == rank]
     for step in range(1, size):
+        assert group is not None
         to, source = (rank + step) % size, (rank - step) % size
         outgoing = [own.pop(i) for i in sorted(destination) if owner[i] == rank and destination[i] == to]
         incoming = any(owner[i] == source and destination[i] == rank for i in destination)
@@ -78,7 +79,7 @@ def unpack(buffer: np.ndarray) -> list[Sample]:
     length = int(buffer[:ALIGN].view(np.int64)[0])
     at, samples = ALIGN + _aligned(length), []
     for scalars, shapes in pickle.loads(buffer[ALIGN:ALIGN + length].tobytes()):
-        parts = []
+        parts: list = []
         for described in shapes:
             if described is None:
                 parts.append(None)
@@ -96,10 +97,11 @@ def unpack(buffer: np.ndarray) -> list[Sample]:
 
 def _swap(outgoing: np.ndarray | None, to: int, source: int | None, group: dist.ProcessGroup) -> list[Sample]:
     """Send `outgoing` to one peer while receiving from another; either may be nothing."""
-    size, works = torch.zeros(1, dtype=torch.int64), []
+    size = torch.zeros(1, dtype=torch.int64)
+    works: list = []
     if outgoing is not None:
-        works.append(dist.isend(torch.tensor([len(outgoing)]), group=group, group_dst=to))
-        works += [dist.isend(torch.from_numpy(piece), group=group, group_dst=to) for piece in _pieces(outgoing)]
+        messages = [torch.tensor([len(outgoing)]), *map(torch.from_numpy, _pieces(outgoing))]
+        works = [dist.isend(message, group=group, group_dst=to) for message in messages]
     incoming = np.empty(0, np.uint8)
     if source is not None:
         dist.recv(size, group=group, group_src=source)

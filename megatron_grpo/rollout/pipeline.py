@@ -71,6 +71,7 @@ class Rollouts:
 
     async def _generate(self, version: int) -> None:
         task = asyncio.current_task()
+        assert task is not None
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         async with self._one_at_a_time:

@@ -102,10 +102,10 @@ def load_prompts(config: PromptConfig, tokenizer, held_out_size: int = 0) -> tup
         ConfigError: names the flag or file, and the line or prompt, and says the fix.
     """
     if config.prompt_task:
-        train, held_out = task_rows(config.prompt_task, config.prompt_task_args, config.prompt_task_size, held_out_size,
-                                    config.rollout_seed, config.prompt_task_format)
+        problems, unseen = task_rows(config.prompt_task, config.prompt_task_args, config.prompt_task_size, held_out_size,
+                                     config.rollout_seed, config.prompt_task_format)
         source = f"--prompt-task {config.prompt_task}"
-        return Prompts(train, tokenizer, config, source), Prompts(held_out, tokenizer, config, source) if held_out else None
+        return Prompts(problems, tokenizer, config, source), Prompts(unseen, tokenizer, config, source) if unseen else None
     if not config.prompt_data:
         raise ConfigError("no prompts: give --prompt-data FILE or --prompt-task NAME")
     train = Prompts(read_rows(config.prompt_data, config, "--prompt-data"), tokenizer, config, config.prompt_data)

@@ -45,7 +45,9 @@ def task_rows(task: str, arguments: str, train_size: int, held_out_size: int, se
         stream = reasoning_gym.create_dataset(task, size=2**31 - 1, seed=seed, **options)
     except (ValueError, TypeError, AssertionError) as error:
         raise ConfigError(f"--prompt-task-args {arguments}: {error}") from error
-    rows, seen, misses = [], set(), 0
+    rows: list[dict] = []
+    seen: set[str] = set()
+    misses = 0
     wanted, index = held_out_size + train_size, 0
     while len(rows) < wanted and misses < 100 + MISSES_PER_PROBLEM * len(rows):
         entry = stream[index]

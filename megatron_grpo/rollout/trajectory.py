@@ -62,16 +62,16 @@ class Trajectory:
         if len(ids) > self.remaining:
             raise EngineError(f"{generation.server}: request {generation.request_id} asked for at most {self.remaining} tokens "
                               f"and got {len(ids)}")
-        rows = None if self.routes is None else self._new_rows(generation)
-        support = None if self.sampling_mask is None else self._new_support(generation)
+        rows = [] if self.routes is None else [self._new_rows(generation)]
+        support = [] if self.sampling_mask is None else self._new_support(generation)
         offset = len(self.mask)
         self.tokens.extend(ids)
         self.mask.extend([1] * len(ids))
         self.logp.extend(np.asarray(generation.logp, np.float32).tolist())
         self._add_versions((v, offset + a, offset + b) for v, a, b in generation.weight_versions)
-        if rows is not None:
-            self.routes.append(rows)
-        if support is not None:
+        if self.routes is not None:
+            self.routes += rows
+        if self.sampling_mask is not None:
             self.sampling_mask += support
 
     def append(self, tokens: list[int]) -> None:
