@@ -105,14 +105,23 @@ def decode_sglang(text: str | bytes, *, layers: int, topk: int, rows: int, num_e
                 at = first + int(bad[0])
                 raise RouteRangeError(at // (layers * topk), at // topk % layers, int(block[bad[0]]), num_experts)
 
-    starts = range(0, len(text), _BLOCK)
-    threads = min(4, os.cpu_count() or 1) if len(starts) > 4 else 1
-    if threads == 1:
+    starts = iter(range(0, len(text), _BLOCK))      # shared: a thread that gets no core takes no blocks
+
+    def work():
         for start in starts:
             decode_block(start)
+
+    helpers = min(4, os.cpu_count() or 1, len(text) // _BLOCK) - 1
+    if helpers > 0:
+        pool = ThreadPoolExecutor(helpers, "routes")
+        running = [pool.submit(work) for _ in range(helpers)]
+        try:
+            work()
+            for helper in running:
+                if not helper.cancel():
+                    helper.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
     else:
-        runs = [starts[i * len(starts) // threads:(i + 1) * len(starts) // threads] for i in range(threads)]
-        with ThreadPoolExecutor(threads) as pool:
-            for _ in pool.map(lambda run: [decode_block(start) for start in run], runs):
-                pass
+        work()
     return out.reshape(rows, layers, topk)
