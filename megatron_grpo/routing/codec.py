@@ -13,7 +13,7 @@ import pybase64
 MISSING = -1
 """A (row, layer) without a route has MISSING in all K places; the trainer then routes it natively."""
 
-_BLOCK = 1 << 19        # numbers a pass: the decoded block stays in the L2 cache while it is checked and narrowed
+_BLOCK = 1 << 19        # base64 characters a pass: a multiple of 16, so that a block holds whole numbers, and of a size for the cache
 _WIRE = {name: np.dtype(name).newbyteorder("<") for name in ("int8", "uint8", "int16", "uint16", "int32", "int64")}
 
 
