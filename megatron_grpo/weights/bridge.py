@@ -30,7 +30,8 @@ def open_bridge(config: dict[str, Any]) -> Any:
 
 def bridged_tensors(bridge: Any, chunks: Sequence[torch.nn.Module], bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """Buckets of (Hugging Face name, full tensor) on rank 0; the bridge gathers each tensor on every rank."""
-    bucket, size = [], 0
+    bucket: list[tuple[str, torch.Tensor]] = []
+    size = 0
     for name, tensor in bridge.export_hf_weights(list(chunks), cpu=False, show_progress=False):
         if dist.get_rank() > 0:
             continue

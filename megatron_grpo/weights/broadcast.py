@@ -34,7 +34,7 @@ class BroadcastGroup:
         timeout: of one broadcast [s].
 
     Raises:
-        EngineError: an engine cannot be part of such a group, or did not join; `failures` of the error maps engine -> reason.
+        EngineError: an engine cannot be part of such a group, or did not join.
     """
 
     def __init__(self, engines: Sequence[EngineControl], device: torch.device, timeout: float):

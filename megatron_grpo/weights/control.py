@@ -7,16 +7,24 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
 from typing import Any
 
 from ..rollout.engine import EngineError
 
 DRAIN_POLL = 5.0        # seconds that one request of a drain waits inside the server
+PATIENCE = 30.0         # seconds for an answer that needs no work
 
 
 class NotFound(EngineError):
     """The server has no such route."""
+
+
+class EnginesFailed(EngineError):
+    """Several engines failed: `failures` says which, and how."""
+
+    def __init__(self, failures: dict["EngineControl", EngineError]):
+        super().__init__("; ".join(map(str, failures.values())))
+        self.failures = failures
 
 
 class EngineControl:
@@ -30,6 +38,7 @@ class EngineControl:
 
     def __init__(self, url: str, timeout: float, api_key: str | None = None):
         self.url, self.timeout, self.api_key = url.rstrip("/"), timeout, api_key
+        self._info: dict[str, Any] | None = None
 
     def request(self, path: str, body: dict | None = None, timeout: float | None = None) -> Any:
         """POST `body` (GET without one); the reply's JSON, or None when it is not JSON.
@@ -61,26 +70,32 @@ class EngineControl:
 
     # ---- what it is ---------------------------------------------------------------------------------------------------
 
-    @cached_property
+    @property
     def info(self) -> dict[str, Any]:
-        """/server_info: the server's arguments, `version`, sizes."""
+        """/server_info as last asked for: the server's arguments, `version`, sizes."""
+        return self._info or self._ask_info(self.timeout)
+
+    def _ask_info(self, timeout: float) -> dict[str, Any]:
         try:
-            return self.request("/server_info")
+            info = self.request("/server_info", timeout=timeout)
         except NotFound:
-            return self.request("/get_server_info")     # before 0.5.6
+            info = self.request("/get_server_info", timeout=timeout)      # older releases
+        self._info = info
+        return info
+
+    def ping(self) -> None:
+        """Its scheduler answers; asks for no generation, which would wait in a paused server.
+
+        Raises:
+            EngineError: no answer within 30 s.
+        """
+        self._ask_info(min(PATIENCE, self.timeout))
 
     def weight_version(self) -> str:
         try:
             return str(self.request("/model_info")["weight_version"])
         except NotFound:
             return str(self.request("/get_model_info")["weight_version"])
-
-    def alive(self, timeout: float = 5.0) -> bool:
-        """Whether its scheduler answers; asks for no generation, which would wait in a paused server."""
-        with contextlib.suppress(EngineError):
-            self.request("/server_info", timeout=min(timeout, self.timeout))
-            return True
-        return False
 
     # ---- requests stopped and resumed -----------------------------------------------------------------------------------
 
@@ -100,7 +115,8 @@ class EngineControl:
             try:
                 return self.flush(wait=DRAIN_POLL)
             except EngineError as error:
-                if time.monotonic() > end or not self.alive():
+                self.ping()
+                if time.monotonic() > end:
                     raise EngineError(f"{self.url} did not drain in {self.timeout:.0f} s (--weight-sync-timeout): {error}") from None
                 time.sleep(0.2)
 
@@ -173,6 +189,8 @@ def on_each(engines: Sequence[EngineControl], action: Callable[[EngineControl], 
             return action(engine)
         except EngineError as error:
             return error
+        except Exception as error:      # nothing may stop this rank from telling the others
+            return EngineError(f"{engine.url}: {type(error).__name__}: {error}")
 
     if not engines:
         return {}
@@ -183,13 +201,15 @@ def on_each(engines: Sequence[EngineControl], action: Callable[[EngineControl], 
     return outcomes
 
 
+def failures_of(outcomes: dict[EngineControl, Any]) -> dict[EngineControl, EngineError]:
+    """Of what `on_each` returns, the engines that failed."""
+    return {engine: outcome for engine, outcome in outcomes.items() if isinstance(outcome, EngineError)}
+
+
 def raise_failures(outcomes: dict[EngineControl, Any]) -> None:
     """
     Raises:
-        EngineError: for all engines whose outcome is one; its `failures` maps engine -> error.
+        EnginesFailed: some outcome is a failure.
     """
-    failures = {engine: error for engine, error in outcomes.items() if isinstance(error, EngineError)}
-    if failures:
-        error = EngineError("; ".join(map(str, failures.values())))
-        error.failures = failures
-        raise error
+    if failures := failures_of(outcomes):
+        raise EnginesFailed(failures)

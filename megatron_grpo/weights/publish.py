@@ -17,7 +17,7 @@ from ..settings import ConfigError
 from .broadcast import BroadcastGroup, send_all
 from .check import can_be_sampled, sample, verify_checksums
 from .config import WeightsConfig
-from .control import EngineControl, on_each, raise_failures
+from .control import EngineControl, EnginesFailed, failures_of, on_each, raise_failures
 from .export import Bucket, iterate_hf_tensors
 from .live import LiveModel
 from .safetensors_dir import SafetensorsDirectory
@@ -70,7 +70,7 @@ class WeightPublisher:
         # ranks that do not publish wait here for rank 0, which may wait for engines
         patience = settings.weight_sync_timeout * 8 * (settings.weight_sync_retries + 1)
         self._control: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience))
-        names: list = [None] * dist.get_world_size()
+        names: list[list[str]] = [[]] * dist.get_world_size()
         dist.all_gather_object(names, [n for s in model.shards() for n in s.hf_names() if can_be_sampled(n)], group=self._control)
         self._sampled_from = set().union(*names)
 
@@ -87,24 +87,28 @@ class WeightPublisher:
         """
         start, first = time.monotonic(), dist.get_rank() == 0
         pending = [self._engine(url) for url in urls] if first else []
-        updated, left_out, attempt, nbytes, more = [], {}, 0, 0, True
+        updated: list[str] = []
+        left_out: dict[str, str] = {}
+        attempt, nbytes, more = 0, 0, True
         if self.settings.weight_sync == "disk":
             nbytes = self._write(version)
         while more:
             attempt += 1
+            # a dead engine is left out at once; the rest of a broadcast that it broke tries again without it
+            silent = failures_of(on_each(pending, lambda engine: engine.ping()))
+            left_out |= {engine.url: str(error) for engine, error in silent.items()}
+            pending = [engine for engine in pending if engine not in silent]
             if self.settings.weight_sync == "disk":
-                failures = on_each(pending, lambda engine: self._update_from_disk(engine, version))
-                failures = {engine: outcome for engine, outcome in failures.items() if outcome is not None}
+                failures = failures_of(on_each(pending, lambda engine: self._update_from_disk(engine, version)))
             else:
                 failures, nbytes = self._send(pending, version)
             updated += [engine.url for engine in pending if engine not in failures]
-            # a dead engine is left out at once; the rest of a broadcast that it broke tries again without it
-            alive = on_each(list(failures), lambda engine: engine.alive())
-            for engine, error in failures.items():
+            pending = list(failures)
+            for error in failures.values():
                 logger.warning("weights %s, attempt %d: %s", version, attempt, error)
-                if attempt > self.settings.weight_sync_retries or alive[engine] is not True:
-                    left_out[engine.url] = str(error)
-            pending = [engine for engine in failures if engine.url not in left_out]
+            if attempt > self.settings.weight_sync_retries:
+                left_out |= {engine.url: str(error) for engine, error in failures.items()}
+                pending = []
             more = self._from_rank0(bool(pending))
         report = self._from_rank0(PublishReport(version, tuple(updated), left_out, attempt, nbytes, time.monotonic() - start))
         if first:
@@ -165,17 +169,17 @@ class WeightPublisher:
         failures: Failures = {}
         nbytes, kept = 0, dict[str, torch.Tensor]()
         try:
-            if dist.get_rank() == 0:
+            if engines:
                 nbytes = self._broadcast_to(engines, _keeping(buckets, self._chosen(version), kept), version)
         except EngineError as error:
             # whoever is not known to have failed was cut off in the middle
-            failures = {engine: error.failures.get(engine, error) if hasattr(error, "failures") else error for engine in engines}
+            known = error.failures if isinstance(error, EnginesFailed) else {}
+            failures = {engine: known.get(engine, error) for engine in engines}
             self._leave_group(broken=True)
         for _ in buckets:
             pass
         unverified = [engine for engine in engines if engine not in failures]
-        verdicts = on_each(unverified, lambda engine: self._verify(engine, version, kept.__getitem__))
-        return failures | {engine: error for engine, error in verdicts.items() if error is not None}, nbytes
+        return failures | failures_of(on_each(unverified, lambda engine: self._verify(engine, version, kept.__getitem__))), nbytes
 
     def _broadcast_to(self, engines: list[EngineControl], buckets: Iterator[Bucket], version: str) -> int:
         mode = self.settings.weight_sync_pause

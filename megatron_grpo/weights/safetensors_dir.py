@@ -29,7 +29,8 @@ class SafetensorsDirectory:
     """
 
     def __init__(self, path: str | os.PathLike):
-        self.path, self._open = Path(path), {}
+        self.path = Path(path)
+        self._open: dict[str, Any] = {}
         if (self.path / INDEX).is_file():
             self.files: dict[str, str] = json.loads((self.path / INDEX).read_text())["weight_map"]
         elif (self.path / SINGLE).is_file():

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -17,11 +18,13 @@ class ScriptedEngine:
         weights: what the last update by broadcast brought.
         version: its weight version.
         faults: path -> how many of the next requests to it are refused.
+        slow: path -> seconds that the next request to it waits before it is refused.
         stale: it takes updates and keeps its version.
     """
 
     def __init__(self, checksums=None, **info):
         self.calls, self.weights, self.version, self.faults, self.stale = [], {}, "none", {}, False
+        self.slow = {}
         self.info = dict(version="0.5.23", tp_size=1, pp_size=1, dp_size=1, device="cpu", quantization=None) | info
         self.checksums, self.group, self.session = checksums, None, False
         engine = self
@@ -52,6 +55,9 @@ class ScriptedEngine:
         if path == "/server_info":
             return 200, self.info
         self.calls.append(path)
+        if path in self.slow:
+            time.sleep(self.slow.pop(path))
+            return 400, {"success": False, "message": "too late"}
         if self.faults.get(path):
             self.faults[path] -= 1
             return 400, {"success": False, "message": "scripted"}

@@ -39,7 +39,6 @@ def publish(path, url, directory, mode):
 
 
 @pytest.mark.engine
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["disk", "distributed"])
 def test_log_probs_after_publishing(pool, server, tmp_path, mode):
     from megatron_grpo.weights.control import EngineControl

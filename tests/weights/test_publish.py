@@ -118,7 +118,7 @@ def test_broadcast_around_a_dead_engine(pool, path, engines, tmp_path):
     engine, = engines(1)
     dead = "http://127.0.0.1:9"
     report, = run(pool, path, [engine], tmp_path, DISTRIBUTED, urls=[dead])
-    assert report.updated == (engine.url,) and set(report.left_out) == {dead} and report.attempts == 2
+    assert report.updated == (engine.url,) and set(report.left_out) == {dead} and report.attempts == 1
     assert same(engine.weights, read_all(path))
 
 
@@ -129,6 +129,14 @@ def test_broadcast_that_breaks_in_the_middle_is_repeated(pool, path, engines, tm
     assert report.updated == (first.url, second.url) and report.attempts == 2
     assert same(first.weights, read_all(path)) and same(second.weights, read_all(path))
     assert not first.session and not second.session
+
+
+def test_broadcast_into_an_engine_that_hangs(pool, path, engines, tmp_path):
+    first, second = engines(2)
+    second.slow["/update_weights_from_distributed"] = 12
+    report, = run(pool, path, [first, second], tmp_path, dataclasses.replace(DISTRIBUTED, weight_sync_timeout=8))
+    assert report.updated == (first.url, second.url) and report.attempts == 2
+    assert same(first.weights, read_all(path)) and same(second.weights, read_all(path))
 
 
 def test_broadcast_refuses_what_sglang_cannot(pool, path, engines, tmp_path):
