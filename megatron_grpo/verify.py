@@ -29,8 +29,9 @@ SMALL = dict(hidden_size=64, intermediate_size=96, moe_intermediate_size=32, hea
 DEFAULT = dict(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", num_hidden_layers=4, num_experts=8, norm_topk_prob=True,
                mlp_only_layers=[], decoder_sparse_step=1, tie_word_embeddings=False, rms_norm_eps=1e-6, rope_theta=1e4, hidden_act="silu",
                attention_bias=False)
-STEP = """--use-dynamic-batch-size --max-tokens-per-gpu 64 --data-pad-size-multiplier 4 --seq-length 64 --rollout-batch-size 6 --n-samples-per-prompt 4
---rollout-max-response-len 24 --train-iters 1 --lr 1e-3 --clip-grad 0 --make-vocab-size-divisible-by 8 --moe-router-dtype fp64""".split()
+STEP = """--use-dynamic-batch-size --max-tokens-per-gpu 64 --data-pad-size-multiplier 4 --seq-length 64 --rollout-batch-size 6
+--n-samples-per-prompt 4 --rollout-max-response-len 24 --train-iters 1 --lr 1e-3 --clip-grad 0 --make-vocab-size-divisible-by 8
+--moe-router-dtype fp64""".split()
 
 
 @dataclass
@@ -203,15 +204,17 @@ def table(lines: list[Line]) -> str:
 # ---- commands ----------------------------------------------------------------------------------------------------------------
 
 
-def reference_main(argv: list[str], path: str) -> None:
-    """The one-rank float64 step, in a process of its own: `python -m megatron_grpo.verify --reference FILE <flags>`."""
-    torch.save(one_step(argv, torch.float64), path)
+def step_main(path: str, dtype: str, argv: list[str]) -> None:
+    """One step in processes of its own, its result in a file: `verify --step FILE float64|job <flags>`."""
+    result = one_step(argv, torch.float64 if dtype == "float64" else None)
+    if result is not None:
+        torch.save(result, path)
 
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["--reference"]:
-        reference_main(argv[2:], argv[1])
+    if argv[:1] == ["--step"]:
+        step_main(argv[1], argv[2], argv[3:])
         return 0
     if "--all-layouts" in argv:
         from .verify_layouts import all_layouts
@@ -225,7 +228,8 @@ def main(argv: list[str] | None = None) -> int:
     directory, flags = json.loads(store.get("flags"))
     reference = None
     if rank == int(os.environ.get("WORLD_SIZE", 1)) - 1:
-        reference = subprocess.Popen([sys.executable, "-m", "megatron_grpo.verify", "--reference", f"{directory}/reference.pt", *one_rank(flags)],
+        reference = subprocess.Popen([sys.executable, "-m", "megatron_grpo.verify", "--step", f"{directory}/reference.pt", "float64",
+                                      *one_rank(flags)],
                                      env=_alone(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     found = one_step(flags)
     if reference is None:

@@ -26,7 +26,8 @@ def fill_advantages(batch: RolloutBatch, config, hooks, *, cp_group, dp_cp_group
         AdvantageInputs(
             reward_N=scalars.reward_N.to(device), group_N=scalars.group_N.to(device), valid_N=scalars.valid_N.to(device),
             rewards_N={k: v.to(device) for k, v in scalars.rewards_N.items()}, rollout_N=scalars.rollout_N.to(device), is_advantage=batch.is_advantage,
-            sample_S=cat("sample_S"), seq_T=torch.cat([mb.seq_T + start for mb, start in zip(mbs, starts, strict=False)]), mask_T=cat("mask_T"),
+            sample_S=cat("sample_S"), mask_T=cat("mask_T"),
+            seq_T=torch.cat([mb.seq_T + start for mb, start in zip(mbs, starts, strict=False)]),
             num_seqs=starts[-1], old_logp_T=cat("old_logp_T"), ref_logp_T=cat("ref_logp_T"), rollout_logp_T=cat("rollout_logp_T"),
             position_T=torch.cat([torch.where(mb.padding_T, -1, mb.positions.flatten()) for mb in mbs]), length_S=cat("length_S"),
             prompt_length_S=cat("prompt_length_S"), chunk_T=cat("chunk_T"),

@@ -136,8 +136,10 @@ def place(packed: PackedSamples, key: tuple[int, int], layout: Layout, cp_rank: 
         prompt_length_S=per_seq(np.array(packed.prompt_lengths)).long().to(device),
         seq_tokens_S=seq_tokens_S.to(device), rollout_tokens_S=per_seq(packed.rollout_tokens_S).to(device),
         prompt_tokens_S=per_seq(packed.prompt_tokens_S).to(device), counts=counts,
-        padding_T=(layout.index(cp_rank) < 0).to(device), chunk_T=layout.chunk_ids(cp_rank).to(device),
-        sample_ids=packed.sample_ids, unrouted_T=unrouted(layout, cp_rank, tp_rank).to(device), packed_seq_params=_packed_seq_params(layout, device), keep_mask=keep_mask)
+        padding_T=(layout.index(cp_rank) < 0).to(device),
+        chunk_T=layout.chunk_ids(cp_rank).to(device),
+        sample_ids=packed.sample_ids, unrouted_T=unrouted(layout, cp_rank, tp_rank).to(device),
+        packed_seq_params=_packed_seq_params(layout, device), keep_mask=keep_mask)
 
 
 def _packed_seq_params(layout: Layout, device):

@@ -24,7 +24,9 @@ def write_samples(job: "Job", batch: RolloutBatch, step: int, limit: int) -> Non
         if count < limit and mb.sample_ids:
             chosen.append(mb)
             count += len(mb.sample_ids)
-    mine = [[None if getattr(mb, name) is None else getattr(mb, name).float().cpu() for name in STREAMS] for mb in chosen] if is_last_stage() else None
+    mine = None
+    if is_last_stage():
+        mine = [[None if getattr(mb, name) is None else getattr(mb, name).float().cpu() for name in STREAMS] for mb in chosen]
     parts = job.groups.to_leader(mine)
     if parts is None:
         return

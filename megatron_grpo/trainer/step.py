@@ -37,7 +37,8 @@ def run_schedule(model: list, iterators, context: StepContext, forward_only: boo
     args = get_args()
     with torch.no_grad() if forward_only else torch.enable_grad():
         get_forward_backward_func()(
-            forward_step_func=forward_step, data_iterator=iterators, model=model, num_microbatches=context.num_microbatches, seq_length=args.seq_length, micro_batch_size=args.micro_batch_size,
+            forward_step_func=forward_step, data_iterator=iterators, model=model, num_microbatches=context.num_microbatches,
+            seq_length=args.seq_length, micro_batch_size=args.micro_batch_size,
             decoder_seq_length=args.seq_length, forward_only=forward_only, collect_non_loss_data=forward_only)
 
 

@@ -13,7 +13,7 @@ EP2 = ["--expert-model-parallel-size", "2"]
 CELLS = {
     "one rank": (1, []), "dp2": (2, []), "ep2": (2, EP2), "tp2": (2, TP2), "pp2": (2, PP2), "pp2 vpp2": (2, PP2 + VPP), "cp2": (2, CP2),
     "cp2 contiguous": (2, [*CP2, "--cp-layout", "contiguous"]), "cp2 tp2 ep2": (4, [*CP2, *TP2, *EP2, "--expert-tensor-parallel-size", "1"]),
-    "per token": (2, [*CP2, "--calculate-per-token-loss", "--reducer", "token_mean"])}
+    "per token": (2, [*CP2, "--calculate-per-token-loss"])}
 
 
 @pytest.fixture(scope="module")

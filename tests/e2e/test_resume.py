@@ -13,7 +13,7 @@ LAYOUT = ["--expert-model-parallel-size", "2", "--use-distributed-optimizer", "-
 
 def weights(directory):
     with safe_open(next(directory.glob("*.safetensors")), "pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 def test_resumed_equals_undisturbed(pool, tmp_path):

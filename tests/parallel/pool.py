@@ -59,7 +59,7 @@ class WorkerPool:
         self.number += 1
         store = os.path.join(self.directory, str(self.number))
         outbox = self.context.Queue()
-        processes = [self.context.Process(target=_rank, args=(i, outbox, fn, args, kwargs, ranks, store, timeout, env or {}), daemon=True)
+        processes = [self.context.Process(target=_rank, args=(i, outbox, fn, args, kwargs, ranks, store, timeout, env or {}))
                      for i in range(ranks)]
         for process in processes:
             process.start()

@@ -1,13 +1,13 @@
 """The layer specification for CPU: Megatron's local modules, with a norm and an attention that work under SP and CP."""
 
 import torch
-
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs, get_gpt_mtp_block_spec_for_backend
 from megatron.core.transformer.enums import AttnMaskType, LayerType
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
 from ...settings import ConfigError
 from .attention import PackedAttention, PackedSelfAttention
 

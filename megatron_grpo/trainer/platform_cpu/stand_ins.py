@@ -157,7 +157,19 @@ def _optimizer():
                     self.optimizer.state[p]["step"] = torch.tensor(0.0)
         return state_dict(self)
 
+    load_state_dict = DistributedOptimizer.load_state_dict
+
+    def with_own_steps(self, state):
+        """Loading overwrites the step with that of the fresh optimizer, in one tensor for all parameters.
+
+        It also writes into float32 parameters in place, outside no_grad: their main copies are views of themselves.
+        """
+        step = float(state["optimizer"]["param_groups"][0]["step"])
+        with torch.no_grad():
+            load_state_dict(self, state)
+        for own in self.optimizer.state.values():
+            own["step"] = torch.tensor(step)
+
     if not HAVE_APEX_OR_TE:
         DistributedOptimizer.state_dict = with_step
-    # Loading writes into float32 parameters in place, outside no_grad: their main copies are views of themselves.
-    DistributedOptimizer.load_state_dict = torch.no_grad()(DistributedOptimizer.load_state_dict)
+        DistributedOptimizer.load_state_dict = with_own_steps
