@@ -5,7 +5,7 @@
 
 import sys
 
-from megatron_grpo.trainer import flags, loop                     # <-- our flags and our loop
+from megatron_grpo.trainer import flags, loop  # <-- our flags and our loop
 
 
 def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None, **kwargs):

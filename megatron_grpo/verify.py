@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -114,7 +115,7 @@ def prepare(directory: str, argv: list[str]) -> list[str]:
 
     flags = [w for w in argv if w not in OURS]
     source = _value(flags, "--hf-checkpoint")
-    config = DEFAULT.copy()
+    config: dict[str, Any] = DEFAULT.copy()
     if source is not None:
         with open(os.path.join(source, "config.json")) as file:
             config = json.load(file)
@@ -149,7 +150,8 @@ def prepare(directory: str, argv: list[str]) -> list[str]:
 
 def synthetic_samples(vocabulary: int) -> list[Sample]:
     """24 samples in groups of unequal size, with every shape of response that a loss must survive."""
-    rng, samples = np.random.default_rng(5), []
+    rng = np.random.default_rng(5)
+    samples: list[Sample] = []
     sizes = [4, 1, 6, 5, 4, 4]
     for group, size in enumerate(sizes):
         prompt = int(rng.integers(3, 9))
@@ -172,7 +174,7 @@ def synthetic_samples(vocabulary: int) -> list[Sample]:
 # ---- comparing --------------------------------------------------------------------------------------------------------------
 
 
-def compare(found: dict, reference: dict) -> list[Line]:
+def compare(found: Any, reference: dict) -> list[Line]:
     """Every number and gradient, worst last."""
     lines = []
     for name, want in reference["metrics"].items():
@@ -183,7 +185,7 @@ def compare(found: dict, reference: dict) -> list[Line]:
             lines.append(Line(name, got, want, abs(got - want) / max(abs(want), 1e-2)))
     for name, want in reference["gradients"].items():
         got = found["gradients"].get(name)
-        scale = np.linalg.norm(want)
+        scale = float(np.linalg.norm(want))
         error = np.inf if got is None or got.shape != want.shape else np.linalg.norm(got - want) / max(scale, 1e-6)
         lines.append(Line(f"gradient of {name}", float("nan") if got is None else float(np.linalg.norm(got)), float(scale), float(error)))
     extra = set(found["gradients"]) - set(reference["gradients"])

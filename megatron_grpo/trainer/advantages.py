@@ -25,7 +25,8 @@ def fill_advantages(batch: RolloutBatch, config, hooks, *, cp_group, dp_cp_group
     advantage_T, metrics = compute_advantages(
         AdvantageInputs(
             reward_N=scalars.reward_N.to(device), group_N=scalars.group_N.to(device), valid_N=scalars.valid_N.to(device),
-            rewards_N={k: v.to(device) for k, v in scalars.rewards_N.items()}, rollout_N=scalars.rollout_N.to(device), is_advantage=batch.is_advantage,
+            rewards_N={k: v.to(device) for k, v in scalars.rewards_N.items()}, rollout_N=scalars.rollout_N.to(device),
+            is_advantage=batch.is_advantage,
             sample_S=cat("sample_S"), mask_T=cat("mask_T"),
             seq_T=torch.cat([mb.seq_T + start for mb, start in zip(mbs, starts, strict=False)]),
             num_seqs=starts[-1], old_logp_T=cat("old_logp_T"), ref_logp_T=cat("ref_logp_T"), rollout_logp_T=cat("rollout_logp_T"),

@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,11 +16,11 @@ from . import platform_cpu
 class Trained:
     """The model chunks of this rank with their optimizer and schedule."""
 
-    args: object
+    args: Any
     model: list
-    optimizer: object
-    scheduler: object
-    config: object          # Megatron's TransformerConfig
+    optimizer: Any
+    scheduler: Any
+    config: Any          # Megatron's TransformerConfig
     hf_config: dict = field(default_factory=dict)
 
     @property

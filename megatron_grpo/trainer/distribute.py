@@ -5,6 +5,7 @@ bytes a token: each rank gets its own tokens' routes for its own layers, and nob
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -81,7 +82,8 @@ def distribute(groups: ControlGroups, where: Placement, samples: list[Sample] | 
         samples, metrics, is_advantage: the leader's.
         replay: the bound RouterReplay when samples carry routes (R3), else None.
     """
-    payload, mine = None, None
+    payload: Any = None
+    mine = None
     cards = groups.over_leaders([SampleCard.of(s, groups.dp_rank) for s in samples] if groups.is_leader else None)
     if cards is not None:
         cards = sorted((c for own in cards for c in own), key=lambda c: c.sample_id)

@@ -24,7 +24,6 @@ import torch
 
 from ..logprobs import vocab_parallel_logprob
 from ..losses.policy_loss import policy_loss
-from ..routing.placement import RouteStore
 from .microbatch import MicroBatch
 
 
@@ -56,7 +55,7 @@ class StepContext:
     target: str | None = None
     replay: Any = None
     routing: str = "native"
-    store: RouteStore | None = None
+    store: Any = None               # RouteStore
     outputs: list = field(default_factory=list)
     mismatches: list = field(default_factory=list)
 

@@ -8,6 +8,7 @@ instead of leaving the others to wait.
 
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -72,6 +73,8 @@ def make_control_groups(timeout_s: float) -> ControlGroups:
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     timeout, replica = timedelta(seconds=timeout_s), None
+    group: Any
+    leaders: Any
     members: dict[int, list[int]] = {}
     for rank, (dp, _) in enumerate(everyone):
         members.setdefault(dp, []).append(rank)

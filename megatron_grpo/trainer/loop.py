@@ -3,6 +3,7 @@
 import signal
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,7 @@ from .step import StepResult, logprob_pass, optimizer_step
 class Job:
     """Everything that a step uses."""
 
-    args: object
+    args: Any
     settings: Settings
     trained: Trained
     groups: ControlGroups
@@ -38,7 +39,7 @@ class Job:
     context: StepContext
     log: RunLog
     engine: EngineLink | None       # None in a supervised or recorded run
-    source: object = None           # on leaders: sources.py
+    source: Any = None           # on leaders: sources.py
     reference: Reference | None = None
     signals: list = field(default_factory=list)
 
@@ -155,7 +156,7 @@ def save(job: Job, done: int) -> None:
 
 
 def _due(done: int, interval: int | None, last: int) -> bool:
-    return done == last or bool(interval) and done % interval == 0
+    return done == last or (interval or 0) > 0 and done % (interval or 1) == 0
 
 
 def _stop_asked(job: Job) -> bool:

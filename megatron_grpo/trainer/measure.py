@@ -1,6 +1,6 @@
 """From the parts that ranks hold to the numbers of a step."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -92,7 +92,7 @@ def route_metrics(job: "Job") -> dict:
     own = {k: (float(s), float(n)) for k, (s, n) in mismatch_metrics([part for _, part in parts], pipeline).items()}
     stages: list = [None] * pipeline.size()
     dist.all_gather_object(stages, own, group=pipeline)
-    merged = dict(own)
+    merged: dict[str, Any] = dict(own)
     for name in sorted({n for stage in stages for n in stage} - {"routing/token_mismatch"}):
         pairs = [stage[name] for stage in stages if name in stage]
         merged[name] = (sum(s for s, _ in pairs), sum(n for _, n in pairs))

@@ -1,6 +1,7 @@
 """A micro-batch, twice: on the host as its leader packs it, and on a rank as its share of the tokens."""
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -76,15 +77,15 @@ class MicroBatch:
     chunk_T: torch.Tensor               # int64 context-parallel chunk of each position
     sample_ids: list[int]
     unrouted_T: torch.Tensor            # bool [rows that a decoder layer of this rank sees]: padding and last tokens
-    packed_seq_params: object = None    # Megatron's PackedSeqParams, or None when padded to [S, sequence]
-    keep_mask: object = None            # truncated support of each position (top-p, top-k), or None
+    packed_seq_params: Any = None    # Megatron's PackedSeqParams, or None when padded to [S, sequence]
+    keep_mask: Any = None            # truncated support of each position (top-p, top-k), or None
     old_logp_T: torch.Tensor | None = None
     logp_T: torch.Tensor | None = None  # of the newest policy pass, detached
     ref_logp_T: torch.Tensor | None = None
     advantage_T: torch.Tensor | None = None
-    routes: object = None               # this rank's share of the experts to replay, or None
+    routes: Any = None               # this rank's share of the experts to replay, or None
     prepared: LossInputs | None = None  # weights, mask and denominators that a correction set for the whole step
-    context: object = field(default=None, repr=False)     # the StepContext of the pass that is running
+    context: Any = field(default=None, repr=False)     # the StepContext of the pass that is running
 
     @property
     def num_seqs(self) -> int:

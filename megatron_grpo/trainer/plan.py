@@ -87,7 +87,8 @@ def plan_rollout(cards: list[SampleCard], num_steps: int, *, dp_size: int, cp_si
     result = []
     for step in range(num_steps):
         own = [c for c in cards if step_of[c.group_id] == step]
-        rollout_tokens, prompt_tokens = Counter(), Counter()
+        rollout_tokens: Counter[int] = Counter()
+        prompt_tokens: Counter[int] = Counter()
         for c in own:
             rollout_tokens[c.rollout_id] += c.trained_tokens
             prompt_tokens[c.group_id] += c.trained_tokens

@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -186,7 +187,7 @@ class Bar:
 class Data:
     """Prompts and tokenizer; read before anything slow starts, so that a wrong path or key fails at once."""
 
-    tokenizer: object
+    tokenizer: Any
     prompts: Prompts
     held_out: Prompts | None
     order: PromptOrder
@@ -212,7 +213,7 @@ def make_source(args, data: Data | None, link, groups, hooks):
     if data is None:
         return RecordedSource(settings.trainer.load_debug_rollout_data, **at)
     if settings.trainer.loss_type == "sft":
-        source = SupervisedSource(data.prompts, data.order, data.tokenizer, settings.rollout, **at)
+        source: Any = SupervisedSource(data.prompts, data.order, data.tokenizer, settings.rollout, **at)
     else:
         tickets = LocalTickets() if groups.dp_size == 1 else StoreTickets(default_store(), groups.dp_rank, groups.dp_size)
         source = EngineSource(link, tickets, prompts=data.prompts, held_out=data.held_out, order=data.order, tokenizer=data.tokenizer,

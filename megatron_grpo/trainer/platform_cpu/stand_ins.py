@@ -76,7 +76,7 @@ def _cuda():
     cuda.get_device_capability = lambda *args: (10, 0)      # below 10, CUDA_DEVICE_MAX_CONNECTIONS=1 is asked for
     cuda.current_stream = lambda *args, **kwargs: _Nothing()    # overlap code waits on it
     cuda.Stream = cuda.Event = _Nothing                     # the all-to-all dispatcher makes one
-    cuda.stream = lambda stream: contextlib.nullcontext()
+    cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore
     cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()          # rerun machine, checkpoints
     cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     cuda.random.get_rng_state, cuda.random.set_rng_state = cuda.get_rng_state, cuda.set_rng_state   # the RNG tracker
