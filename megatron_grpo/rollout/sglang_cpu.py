@@ -71,7 +71,8 @@ def install(model_path: str) -> None:
     sys.modules["megatron"] = None  # type: ignore[assignment]     # SGLang's debug dumper would import it
     gc.disable()                                    # 6,700 modules: collecting while they load costs seconds
     import torch
-    torch.compile = lambda model=None, **options: model or (lambda function: function)      # needs a C++ compiler, and 3 s to import  # type: ignore[assignment]
+    # torch.compile needs a C++ compiler, and 3 s to import
+    torch.compile = lambda model=None, **options: model or (lambda function: function)  # type: ignore[assignment]
     scan, importlib.metadata.packages_distributions = importlib.metadata.packages_distributions, dict
     import sglang.srt.entrypoints.http_server  # noqa: F401
     importlib.metadata.packages_distributions = scan    # transformers reads every installed file list for it: 2 s

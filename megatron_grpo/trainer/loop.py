@@ -1,13 +1,14 @@
 """The training loop: rollout, log-probs, advantages, optimizer steps, publish; straight from top to bottom."""
 
 import signal
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..algorithms import describe
 from ..hooks import load_hooks
 from ..routing.placement import RouteStore
 from . import checkpoint
@@ -47,6 +48,8 @@ class Job:
 def run(args, model_provider) -> None:
     """A whole run; every rank calls it with `args` from flags.parse_args."""
     initialize(args)
+    if dist.get_rank() == 0:
+        print(describe(args.grpo.algorithm, args.algorithm), flush=True)
     with make_job(args, model_provider) as job:
         train(job)
 
@@ -54,7 +57,7 @@ def run(args, model_provider) -> None:
 def train(job: Job) -> None:
     args, steps = job.args, job.settings.trainer.num_steps_per_rollout
     if job.engine is not None:
-        job.engine.publish(job.trained, version=args.iteration)
+        publish(job, args.iteration)
     if args.iteration == 0:
         evaluate(job, 0)
     for iteration in range(args.iteration, args.train_iters, steps):
@@ -67,7 +70,7 @@ def train(job: Job) -> None:
             results = [update(job, mbs) for mbs in batch.mini_steps]
         with phases("publish"):
             if job.engine is not None and (done < args.train_iters or job.settings.trainer.eval_num_prompts):
-                job.engine.publish(job.trained, version=done)
+                publish(job, done)
         record(job, batch, results, metrics, iteration, phases)
         if job.engine is not None and _due(done, args.eval_interval, args.train_iters):
             write_samples(job, batch, done, job.settings.trainer.report_samples)
@@ -145,6 +148,13 @@ def evaluate(job: Job, done: int) -> None:
     if metrics:
         job.log.step(done, metrics, phases.seconds)
         job.log.report()
+
+
+def publish(job: Job, version: int) -> None:
+    """New weights to the engines, with no request of any leader at them meanwhile (rollouts may be generated ahead)."""
+    with job.source.paused() if job.groups.is_leader else nullcontext():
+        agree(job.groups, None)
+        job.engine.publish(job.trained, version)
 
 
 def save(job: Job, done: int) -> None:

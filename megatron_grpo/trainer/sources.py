@@ -144,6 +144,10 @@ class EngineSource:
         counts = {f"rollout/{name}": value for name, value in rollout.books.metrics().items()}
         return samples, counts | {"rollout/tokens_off_policy": float(rollout.off_policy_tokens)}
 
+    def paused(self):
+        """Inside, no request is at the engine; what was cut goes on after it."""
+        return self.rollouts.paused()
+
     def evaluate(self):
         """This leader's share of the held-out prompts, greedily; None without any."""
         if self.held_out is None:
