@@ -8,6 +8,7 @@ from ..settings import ConfigError, setting
 @dataclass(frozen=True)
 class TrainerConfig:
     platform: str = setting("cuda", "cuda, or cpu: an unmodified Megatron-Core over gloo, for laptops and tests", choices=("cuda", "cpu"))
+    force_platform_cpu: bool = setting(False, "--platform cpu also where a CUDA device is visible, which the run then cannot use")
     loss_type: str = setting("policy_loss", "policy_loss: reinforcement learning; sft: supervised warm start on the prompts' labels",
                              choices=("policy_loss", "sft"))
     num_steps_per_rollout: int = setting(1, "optimizer steps per rollout batch", unit="steps")

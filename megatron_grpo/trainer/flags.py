@@ -72,7 +72,7 @@ def parse_args(argv: list[str] | None = None, extra_args_provider=add_grpo_args)
     if argv is not None:
         sys.argv[1:] = argv
     if _early("--platform") == "cpu":
-        platform_cpu.install()
+        platform_cpu.install(force="--force-platform-cpu" in sys.argv)
     from megatron.training.arguments import parse_args as megatron_parse_args
     from megatron.training.arguments import validate_args
     from megatron.training.global_vars import set_global_variables

@@ -87,3 +87,24 @@ def test_float32_step(pool, one_rank):
         assert got_loss == pytest.approx(loss, rel=1e-5)
         for key, gradient in gradients.items():
             assert (got[key] - gradient).norm() <= 1e-5 * gradient.norm(), key
+
+
+def with_megatron_modules(flags):
+    """The step on one rank with the modules of Megatron's local specification instead of ours."""
+    from unittest import mock
+
+    from megatron_grpo.trainer import platform_cpu
+    with mock.patch.object(platform_cpu, "installed", lambda: False):
+        return one_step.step(flags, torch.float32)
+
+
+@pytest.mark.parametrize("model", ["padded", "rich"])
+def test_equals_megatron_modules(pool, model):
+    """Where Megatron's own CPU modules work (padded, one rank), ours give the same, and under the same parameter names."""
+    flags = [*MODELS[model], "--qkv-format", "bshd"]
+    loss, gradients = one_step.assemble(pool.run(one_step.step, flags, torch.float32, timeout=300))
+    got_loss, got = one_step.assemble(pool.run(with_megatron_modules, flags, timeout=300))
+    assert got_loss == pytest.approx(loss, rel=1e-6)
+    assert got.keys() == gradients.keys()
+    for key, gradient in gradients.items():
+        assert (got[key] - gradient).norm() <= 1e-5 * gradient.norm(), key

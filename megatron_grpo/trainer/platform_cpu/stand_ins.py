@@ -66,6 +66,7 @@ class _Nothing:
 
 def _cuda():
     cuda, device = torch.cuda, torch.device("cpu")
+    cuda.is_available = lambda: False                       # nobody reaches for the device that a forced platform hides
     cuda.current_device = lambda: device                    # every buffer Megatron allocates
     cuda.device_count = lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))    # initialize_megatron divides by it
     cuda.set_device = lambda *args, **kwargs: None          # initialize_megatron
