@@ -134,6 +134,8 @@ def _batch_size(args, settings: Settings) -> None:
                           f"--num-steps-per-rollout = {samples // steps}; drop it")
     args.global_batch_size = samples // steps
     args.micro_batch_size = args.micro_batch_size or 1
+    if args.save and args.save_interval is None:
+        args.save_interval = args.train_iters       # a checkpoint at the end, which Megatron's validation wants spelled out
     if args.train_iters is not None and args.train_iters % steps:
         raise ConfigError(f"--train-iters {args.train_iters} counts optimizer steps and must be a multiple of --num-steps-per-rollout {steps}")
     for name in ("save_interval", "eval_interval"):
