@@ -39,8 +39,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--run-dir", default="runs/demo")
-    parser.add_argument("--warm-steps", type=int, default=400, help="optimizer steps of the warm start")
-    parser.add_argument("--steps", type=int, default=60, help="GRPO steps")
+    parser.add_argument("--warm-steps", type=int, default=300, help="optimizer steps of the warm start")
+    parser.add_argument("--steps", type=int, default=130, help="GRPO steps")
     parser.add_argument("flags", nargs="*", help="further flags of megatron_grpo.train for the GRPO run, after --")
     args = parser.parse_args()
     start, run = time.monotonic(), Path(args.run_dir).absolute() / f"seed{args.seed}"
