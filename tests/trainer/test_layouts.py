@@ -71,7 +71,8 @@ def test_layout_equals_one_rank(pool, one_rank, model, ranks, parallel):
     loss, gradients = one_rank(model)
     got_loss, got = one_step.assemble(pool.run(
         one_step.step, [*MODELS[model], *flags(**parallel)], mtp=model == "mtp", ranks=ranks, timeout=300))
-    bound = 1e-5 if model == "mtp" else 1e-11       # Megatron's own cross entropy, which MTP uses, is float32
+    # Megatron rounds the router's scores to float32, where a last bit may differ, and its own cross entropy, which MTP uses, is float32.
+    bound = 1e-5 if model == "mtp" else 1e-7
     assert got_loss == pytest.approx(loss, rel=bound)
     assert got.keys() == gradients.keys()
     for key, gradient in gradients.items():
