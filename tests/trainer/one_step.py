@@ -2,6 +2,7 @@
 
 import sys
 import zlib
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,10 @@ def start(flags=(), dtype=torch.float64):
     from megatron_grpo.settings import add_arguments
     from megatron_grpo.trainer import platform_cpu
     platform_cpu.install()
-    from megatron.training.arguments import parse_and_validate_args
+    from megatron.training import arguments
+    from megatron.training.global_vars import set_global_variables
     from megatron.training.initialize import initialize_megatron
+    from megatron.training.vocab_utils import calculate_padded_vocab_size
 
     def extra(parser):
         add_arguments(parser, "grpo", PackingConfig)
@@ -29,8 +32,13 @@ def start(flags=(), dtype=torch.float64):
         return parser
 
     sys.argv = ["test", *MODEL, *flags]
-    args = parse_and_validate_args(extra)
+    args = arguments.parse_args(extra)
     platform_cpu.check(args)
+    with mock.patch.object(arguments, "_print_args"):       # a third of a second
+        arguments.validate_args(args)
+    args.padded_vocab_size = calculate_padded_vocab_size(args.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size,
+                                                         logging_enabled=False)
+    set_global_variables(args, build_tokenizer=False)       # a tokenizer costs more than the step
     args.params_dtype = dtype
     args.variable_seq_lengths = args.pipeline_model_parallel_size > 1      # micro-batches differ in length
     initialize_megatron(allow_no_cuda=True)
