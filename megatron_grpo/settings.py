@@ -63,6 +63,16 @@ def add_arguments(parser: argparse.ArgumentParser, title: str, *classes: type) -
                                    nargs=meta["nargs"], help=text)
 
 
+def given(name: str, words: list[str]) -> str | None:
+    """The value that a command line gives a flag, before any parser has seen it; None when it is not there."""
+    for i, word in enumerate(words):
+        if word == name and i + 1 < len(words):
+            return words[i + 1]
+        if word.startswith(name + "="):
+            return word.split("=", 1)[1]
+    return None
+
+
 def from_namespace(cls: type, args: argparse.Namespace) -> Any:
     """Build `cls` from the parsed flags; its `__post_init__` refuses what cannot work."""
     values = {f.name: getattr(args, f.name) for f in dataclasses.fields(cls)}

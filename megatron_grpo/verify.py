@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from .batch import Sample, Status
+from .settings import given
 
 TOLERANCE = 1e-5            # relative, in float32
 OURS = ("--all-layouts", "--full", "--quick")
@@ -114,17 +115,17 @@ def prepare(directory: str, argv: list[str]) -> list[str]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     flags = [w for w in argv if w not in OURS]
-    source = _value(flags, "--hf-checkpoint")
+    source = given("--hf-checkpoint", flags)
     config: dict[str, Any] = DEFAULT.copy()
     if source is not None:
         with open(os.path.join(source, "config.json")) as file:
             config = json.load(file)
     config |= {k: v for k, v in SMALL.items() if k in config or k not in ("head_dim", "num_nextn_predict_layers")}
-    stages = int(_value(flags, "--pipeline-model-parallel-size") or 1) * max(int(_value(flags, "--num-virtual-stages-per-pipeline-rank") or 1), 1)
+    stages = int(given("--pipeline-model-parallel-size", flags) or 1) * max(int(given("--num-virtual-stages-per-pipeline-rank", flags) or 1), 1)
     config["num_hidden_layers"] = max(4, 2 * stages)
     for key in ("num_experts", "n_routed_experts", "num_local_experts"):
         if key in config:
-            config[key] = max(8, 2 * int(_value(flags, "--expert-model-parallel-size") or 1))
+            config[key] = max(8, 2 * int(given("--expert-model-parallel-size", flags) or 1))
     model = os.path.join(directory, "model")
     os.makedirs(model, exist_ok=True)
     with open(os.path.join(model, "config.json"), "w") as file:
@@ -143,7 +144,7 @@ def prepare(directory: str, argv: list[str]) -> list[str]:
         flags = _without(flags, name)
     for name in ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", "--use-dynamic-batch-size"):
         flags = [w for w in flags if w != name]     # gradients are compared whole
-    padded = _value(flags, "--qkv-format") == "bshd"
+    padded = given("--qkv-format", flags) == "bshd"
     step = STEP[3:] + ["--micro-batch-size", "3"] if padded else STEP
     return [*step, *flags, "--hf-checkpoint", model, "--load-debug-rollout-data", os.path.join(directory, "samples_{step}_{dp_rank}.pt")]
 
@@ -267,16 +268,12 @@ def _alone() -> dict[str, str]:
                           "MASTER_PORT": str(int(os.environ.get("MASTER_PORT", 29500)) + 2)}
 
 
-def _value(words: list[str], name: str) -> str | None:
-    return next((words[i + 1] for i, w in enumerate(words[:-1]) if w == name), None)
-
-
 def _without(words: list[str], name: str) -> list[str]:
     """Without the flag and its values."""
     out, skip = [], False
     for w in words:
         if w.startswith("--"):
-            skip = w == name
+            skip = w.split("=", 1)[0] == name
         if not skip:
             out.append(w)
     return out

@@ -4,6 +4,7 @@ Tokens, masks and log-probs of a replica's samples go to all of its ranks: a few
 bytes a token: each rank gets its own tokens' routes for its own layers, and nobody else's.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,6 +73,22 @@ def agree(groups: ControlGroups, error: str | None) -> None:
         raise RolloutFailed("\n".join(report))
 
 
+def on_leaders(groups: ControlGroups, work: Callable[[], Any]) -> Any:
+    """work() on every leader, its value there and None elsewhere. Collective: a leader that fails fails every rank.
+
+    Raises:
+        RolloutFailed: on every rank, with each failed leader's message.
+    """
+    value = error = None
+    if groups.is_leader:
+        try:
+            value = work()
+        except Exception as failure:
+            error = f"{type(failure).__name__}: {failure}"
+    agree(groups, error)
+    return value
+
+
 def distribute(groups: ControlGroups, where: Placement, samples: list[Sample] | None, metrics: dict[str, float] | None,
                is_advantage: bool = False, replay=None) -> RolloutBatch:
     """Collective over all ranks.
@@ -123,16 +140,17 @@ def _share_routes(groups: ControlGroups, where: Placement, batch: RolloutBatch, 
     spec = replay.spec
     columns = [spec.moe_layers.index(layer) for layer in replay.layers]
     wanted = groups.to_leader(columns)
+    keys = []           # what each rank of the replica holds; ranks with the same key share one cut
+    if wanted is not None:
+        keys = [(at.cp_rank, at.tp_rank if where.tp_size > 1 else 0, tuple(layers)) for at, layers in zip(groups.places, wanted, strict=True)]
     for packed, mbs in zip(packed_steps, batch.mini_steps, strict=True):
         for p, mb in zip(packed, mbs, strict=True):
             shares = None
             if mine is not None:
                 cut: dict = {}
-                for at, layers in zip(groups.places, wanted, strict=True):
-                    key = (at.cp_rank, at.tp_rank if where.tp_size > 1 else 0, tuple(layers))
+                for key in keys:
                     if key not in cut:
-                        cut[key] = placement.place([mine[i].routes for i in p.sample_ids], mb.layout, columns=layers, topk=spec.topk,
+                        cut[key] = placement.place([mine[i].routes for i in p.sample_ids], mb.layout, columns=key[2], topk=spec.topk,
                                                    num_experts=spec.num_experts, cp_rank=key[0], tp_rank=key[1])
-                shares = [cut[at.cp_rank, at.tp_rank if where.tp_size > 1 else 0, tuple(layers)]
-                          for at, layers in zip(groups.places, wanted, strict=True)]
+                shares = [cut[key] for key in keys]
             mb.routes = RoutesShare.of(groups.scatter(shares), replay.layers)

@@ -15,7 +15,7 @@ from ..rollout.server import LocalServer
 from ..weights import has_weights
 from ..weights.publish import WeightPublisher
 from .build import Trained
-from .distribute import agree
+from .distribute import agree, on_leaders
 from .groups import ControlGroups
 from .sources import EventLoop
 
@@ -65,20 +65,15 @@ class EngineLink:
         dist.broadcast_object_list(box, src=0)
         agree(self.groups, box[0])
         if self.groups.is_leader:
-            try:
-                self.model_type = trained.hf_config.get("model_type")
-                self.events = EventLoop()
-                self.client = self.events.run(self._client(replay))
-            except Exception as failure:
-                error = f"{type(failure).__name__}: {failure}"
-        agree(self.groups, error)
+            self.events = EventLoop()
+        self.client = on_leaders(self.groups, lambda: self.events.run(self._client(trained, replay)))
         where = self.settings.weights.weight_sync_dir or os.path.join(self.directory, "weights")
         self.publisher = WeightPublisher(trained.live, trained.hf_config, self.settings.weights, where, self.settings.engine.api_key)
 
-    async def _client(self, replay) -> SGLangClient:
+    async def _client(self, trained: Trained, replay) -> SGLangClient:
         routes = replay.spec if self.settings.routing.use_rollout_routing_replay else None
-        client = SGLangClient(self.settings.engine, ServedModel(self.args.vocab_size, routes, self.model_type), self.urls)
-        return await client.start()
+        model = ServedModel(self.args.vocab_size, routes, trained.hf_config.get("model_type"))
+        return await SGLangClient(self.settings.engine, model, self.urls).start()
 
     def publish(self, trained: Trained, version: int) -> None:
         """Bring the engines to the model's weights; those that cannot follow are not sampled from until they do."""
@@ -90,6 +85,7 @@ class EngineLink:
     def close(self) -> None:
         if self.client is not None:
             self.events.run(self.client.close())
+        if self.events is not None:
             self.events.close()
         if self.publisher is not None:
             self.publisher.close()

@@ -16,7 +16,7 @@ from ..parallel.config import PackingConfig
 from ..rewards.config import VerifierConfig
 from ..rollout.config import EngineConfig, PromptConfig, RolloutConfig
 from ..routing.config import RoutingConfig
-from ..settings import ConfigError, add_arguments, from_namespace
+from ..settings import ConfigError, add_arguments, from_namespace, given
 from ..weights.config import WeightsConfig
 from . import platform_cpu
 from .config import TrainerConfig
@@ -58,7 +58,7 @@ def add_grpo_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Our flags; Megatron's `extra_args_provider`."""
     for title, classes in GROUPS.items():
         add_arguments(parser, title, *classes)
-    if _early("--platform") == "cpu":
+    if given("--platform", sys.argv) == "cpu":
         platform_cpu.set_defaults(parser)
     return parser
 
@@ -71,7 +71,7 @@ def parse_args(argv: list[str] | None = None, extra_args_provider=add_grpo_args)
     """
     if argv is not None:
         sys.argv[1:] = argv
-    if _early("--platform") == "cpu":
+    if given("--platform", sys.argv) == "cpu":
         platform_cpu.install(force="--force-platform-cpu" in sys.argv)
     from megatron.training.arguments import parse_args as megatron_parse_args
     from megatron.training.arguments import validate_args
@@ -149,17 +149,7 @@ def _unequal_lengths(args) -> None:
     if args.pipeline_model_parallel_size > 1:
         args.variable_seq_lengths = True
     if args.num_experts and args.moe_token_dispatcher_type == "allgather":
-        if _early("--moe-token-dispatcher-type"):
+        if given("--moe-token-dispatcher-type", sys.argv):
             raise ConfigError("--moe-token-dispatcher-type allgather gathers equally many tokens from every expert-parallel rank, and packed "
                               "micro-batches differ: use alltoall or flex")
         args.moe_token_dispatcher_type = "alltoall"
-
-
-def _early(name: str) -> str | None:
-    """A flag's value before parsing: the CPU platform has to be in place before Megatron's parser asks for CUDA."""
-    for i, word in enumerate(sys.argv[1:], 1):
-        if word == name and i + 1 < len(sys.argv):
-            return sys.argv[i + 1]
-        if word.startswith(name + "="):
-            return word.split("=", 1)[1]
-    return None

@@ -24,6 +24,7 @@ import torch
 
 from ..logprobs import vocab_parallel_logprob
 from ..losses.policy_loss import policy_loss
+from ..routing.mismatch import compare
 from .microbatch import MicroBatch
 
 
@@ -81,20 +82,10 @@ def _routed(context: StepContext, mb: MicroBatch):
         routes = mb.routes if first else context.store.get(mb.key)
     with context.replay.forward(routes, record=record, compare=record and routes is not None, unrouted_T=mb.unrouted_T) as capture:
         yield
-    if record and capture.routes is not None:
+    if record:
         context.store.put(mb.key, capture.routes)
-        if capture.own is not None:
-            from ..routing.mismatch import compare
-            context.mismatches.append((mb, compare(_columns(routes, capture.own.layers), capture.own, mb.unrouted_T)))
-
-
-def _columns(routes, layers):
-    """Of a share over all chunks of this rank, the layers of one chunk."""
-    from ..routing.placement import RoutesShare
-    if routes.layers == tuple(layers):
-        return routes
-    where = [routes.layers.index(n) for n in layers]
-    return RoutesShare(routes.experts_TLK[:, where], tuple(layers), routes.missing & set(layers))
+        if routes is not None:
+            context.mismatches.append((mb, compare(routes, capture.own, mb.unrouted_T)))
 
 
 def logits_to_logprobs(mb: MicroBatch, logits: torch.Tensor, with_entropy: bool, entropy_grad: bool = False):

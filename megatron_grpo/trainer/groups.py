@@ -10,7 +10,15 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+
+
+def any_rank(said: bool, device) -> bool:
+    """Whether any rank of the job says so, on all of them. Collective."""
+    flag = torch.tensor([float(said)], device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag.item())
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ..algorithms import describe
@@ -14,11 +13,11 @@ from ..routing.placement import RouteStore
 from . import checkpoint
 from .advantages import fill_advantages, prepare_corrections
 from .build import Trained, build, initialize, is_last_stage, is_logger
-from .distribute import Placement, RolloutBatch, agree, distribute
+from .distribute import Placement, RolloutBatch, agree, distribute, on_leaders
 from .engine_link import EngineLink
 from .flags import Settings
 from .forward import StepContext
-from .groups import ControlGroups, make_control_groups
+from .groups import ControlGroups, any_rank, make_control_groups
 from .measure import evaluation_metrics, record, route_metrics
 from .reference import Reference, load_reference
 from .router_replay import RouterReplay
@@ -86,15 +85,13 @@ def train(job: Job) -> None:
 
 def rollout(job: Job, iteration: int) -> RolloutBatch:
     """Generate on the leaders, then place on every rank. A leader that fails fails the step on every rank."""
-    samples = metrics = error = None
-    if job.groups.is_leader:
-        try:
-            samples, metrics = job.source.next(iteration)
-            if template := job.settings.trainer.save_debug_rollout_data:
-                save_samples(template, iteration, job.groups.dp_rank, samples)
-        except Exception as failure:
-            error = f"{type(failure).__name__}: {failure}"
-    agree(job.groups, error)
+    def generate():
+        samples, metrics = job.source.next(iteration)
+        if template := job.settings.trainer.save_debug_rollout_data:
+            save_samples(template, iteration, job.groups.dp_rank, samples)
+        return samples, metrics
+
+    samples, metrics = on_leaders(job.groups, generate) or (None, None)
     counted = job.groups.over_leaders(metrics)      # every source reports counts: they add up
     total = {name: sum(m[name] for m in counted) for name in counted[0]} if counted else None
     replay = job.context.replay if job.settings.routing.use_rollout_routing_replay else None
@@ -136,15 +133,9 @@ def evaluate(job: Job, done: int) -> None:
     """Greedy answers to held-out prompts, split over the leaders."""
     if job.engine is None or not job.settings.trainer.eval_num_prompts:
         return
-    phases, answers, error = Phases(), None, None
+    phases = Phases()
     with phases("eval"):
-        if job.groups.is_leader:
-            try:
-                answers = job.source.evaluate()
-            except Exception as failure:
-                error = f"{type(failure).__name__}: {failure}"
-        agree(job.groups, error)
-        metrics = evaluation_metrics(job.groups, answers)
+        metrics = evaluation_metrics(job.groups, on_leaders(job.groups, lambda: job.source.evaluate()))
     if metrics:
         job.log.step(done, metrics, phases.seconds)
         job.log.report()
@@ -171,9 +162,7 @@ def _due(done: int, interval: int | None, last: int) -> bool:
 
 def _stop_asked(job: Job) -> bool:
     """Whether any rank was told to stop (SIGTERM, SIGUSR1): all must agree on the step after which they do."""
-    asked = torch.tensor([float(bool(job.signals))], device=job.trained.device)
-    dist.all_reduce(asked, op=dist.ReduceOp.MAX)
-    return bool(asked.item())
+    return any_rank(bool(job.signals), job.trained.device)
 
 
 # ---- set-up -------------------------------------------------------------------------------------------------------------
@@ -191,13 +180,7 @@ def make_job(args, model_provider):
         directory = settings.trainer.run_dir or args.save
         log = RunLog(directory, is_logger(), args.train_iters)
         stack.callback(log.close)
-        data, error = None, None
-        if groups.is_leader:
-            try:
-                data = load_data(args)
-            except Exception as failure:
-                error = f"{type(failure).__name__}: {failure}"
-        agree(groups, error)
+        data = on_leaders(groups, lambda: load_data(args))
         engine = None
         if settings.trainer.loss_type == "policy_loss" and not settings.trainer.load_debug_rollout_data:
             engine = EngineLink(args, groups, directory)
@@ -211,16 +194,11 @@ def make_job(args, model_provider):
         if settings.routing.replay:
             replay = RouterReplay.bind(trained.model, no_aux_loss=settings.routing.router_replay_no_aux_loss)
         reference = load_reference(args, trained) if settings.algorithm.needs_reference else None
-        source = None
         if engine is not None:
             engine.connect(trained, replay)
-        if groups.is_leader:
-            try:
-                source = make_source(args, data, engine, groups, hooks)
-                stack.callback(source.close)
-            except Exception as failure:
-                error = f"{type(failure).__name__}: {failure}"
-        agree(groups, error)
+        source = on_leaders(groups, lambda: make_source(args, data, engine, groups, hooks))
+        if source is not None:
+            stack.callback(source.close)
         parallel = args.sequence_parallel
         where = Placement(
             packing=settings.packing, num_steps=settings.trainer.num_steps_per_rollout, micro_batch_size=args.micro_batch_size,

@@ -10,7 +10,7 @@ from ..parallel.collectives import reduce_maxima, reduce_means
 from ..routing.mismatch import RouteMismatch, find_damage, mismatch_metrics
 from .build import is_last_stage
 from .distribute import RolloutBatch, RolloutFailed
-from .groups import ControlGroups
+from .groups import ControlGroups, any_rank
 
 if TYPE_CHECKING:
     from .loop import Job
@@ -103,9 +103,7 @@ def route_metrics(job: "Job") -> dict:
 
 def raise_together(job: "Job", error: str | None) -> None:
     """Raise on every rank if any rank has an error; collective over all ranks."""
-    failed = torch.tensor([float(error is not None)], device=job.trained.device)
-    dist.all_reduce(failed, op=dist.ReduceOp.MAX)
-    if failed.item():
+    if any_rank(error is not None, job.trained.device):
         errors: list = [None] * dist.get_world_size()
         dist.all_gather_object(errors, error)
         raise RolloutFailed("\n".join(f"rank {rank}: {e}" for rank, e in enumerate(errors) if e))
