@@ -133,8 +133,9 @@ class SGLangClient:
             await asyncio.sleep(0.5)
         probe = GenerationRequest("probe", [0, 1, 2], SamplingParams(4, ignore_eos=True), return_routes=self.model.routes is not None)
         try:
-            if faults := check_server(server.url, *await describe(self.wire, server.url), self.model):
-                return faults
+            for url in self._behind(server):
+                if faults := check_server(url, *await describe(self.wire, url), self.model):
+                    return faults
             if fault := await vocabulary_fault(self.wire, server.url, self.model):
                 return [fault]
             await self._attempt(_Call(probe), server, 0)
@@ -319,11 +320,12 @@ class SGLangClient:
         expire(call.scope)
 
     async def _abort_at(self, server: Server, rid: str) -> bool:
-        try:
-            await self.wire.control(server.url, "/abort_request", {"rid": rid})
-        except EngineError:
-            return False
-        return True
+        asked = (self.wire.control(url, "/abort_request", {"rid": rid}) for url in self._behind(server))
+        return not all(isinstance(answer, EngineError) for answer in await asyncio.gather(*asked, return_exceptions=True))
+
+    def _behind(self, server: Server) -> tuple[str, ...]:
+        """Where its control requests go: to the workers of a router."""
+        return self.config.worker_urls or (server.url,)
 
     async def expect(self, version: str, left_out: Mapping[str, str] = MappingProxyType({})) -> None:
         """The servers now answer with this weight version, except those in `left_out` (url -> why), which are not sampled from.

@@ -113,6 +113,9 @@ class RolloutConfig:
 class EngineConfig:
     rollout_engine: str = setting("sglang", "inference engine of the rollouts", choices=("sglang",))
     sglang_urls: tuple[str, ...] = setting((), "running SGLang servers, or one SGLang router, e.g. http://node1:30000", nargs="+")
+    sglang_worker_urls: tuple[str, ...] = setting(
+        (), "SGLang servers behind the router of --sglang-urls: weights and aborts go straight to them, because a router passes "
+            "neither on", nargs="+")
     sglang_launch: str = setting("none", "local: start one SGLang server on this machine, and stop it with the run",
                                  choices=("none", "local"))
     sglang_port: int = setting(0, "port of the local server; 0 takes a free one")
@@ -137,11 +140,14 @@ class EngineConfig:
     def __post_init__(self):
         if self.sglang_urls and self.sglang_launch == "local":
             raise ConfigError("--sglang-urls and --sglang-launch local both name an engine: give one")
-        for url in self.sglang_urls:
-            if not url.startswith(("http://", "https://")):
-                raise ConfigError(f"--sglang-urls {url}: give http://host:port")
-        if len(set(self.server_urls)) < len(self.sglang_urls):
-            raise ConfigError(f"--sglang-urls names a server twice: {' '.join(self.sglang_urls)}")
+        if self.sglang_worker_urls and not self.sglang_urls:
+            raise ConfigError("--sglang-worker-urls names the servers behind a router: give the router's address with --sglang-urls")
+        for name, given in (("--sglang-urls", self.sglang_urls), ("--sglang-worker-urls", self.sglang_worker_urls)):
+            for url in given:
+                if not url.startswith(("http://", "https://")):
+                    raise ConfigError(f"{name} {url}: give http://host:port")
+            if len({url.rstrip("/") for url in given}) < len(given):
+                raise ConfigError(f"{name} names a server twice: {' '.join(given)}")
         for name in ("sglang_server_concurrency", "sglang_request_timeout", "sglang_stall_timeout", "sglang_start_timeout",
                      "sglang_down_timeout", "rollout_health_check_interval", "rollout_health_check_timeout"):
             if getattr(self, name) <= 0:
@@ -159,6 +165,10 @@ class EngineConfig:
     @property
     def server_urls(self) -> tuple[str, ...]:
         return tuple(url.rstrip("/") for url in self.sglang_urls)
+
+    @property
+    def worker_urls(self) -> tuple[str, ...]:
+        return tuple(url.rstrip("/") for url in self.sglang_worker_urls)
 
     @property
     def api_key(self) -> str | None:

@@ -6,6 +6,7 @@ generated, with weights up to N updates old. With 0, a step is generated when it
 
 import asyncio
 import contextlib
+import math
 from collections import deque
 from collections.abc import Coroutine
 from concurrent.futures import Future
@@ -21,10 +22,11 @@ class Rollouts:
         loop: the running event loop, in another thread, on which the sampler's engine and rewards live.
         sampler: asked for one step after another.
         timeout_s: longest wait for one rollout.
+        end: the run ends at this version, so that no rollout is generated for it.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, sampler: Sampler, timeout_s: float | None = None):
-        self.loop, self.sampler, self.timeout_s = loop, sampler, timeout_s
+    def __init__(self, loop: asyncio.AbstractEventLoop, sampler: Sampler, timeout_s: float | None = None, end: float = math.inf):
+        self.loop, self.sampler, self.timeout_s, self.end = loop, sampler, timeout_s, end
         self._pending: deque[tuple[int, Future]] = deque()
         self._tasks: set[asyncio.Task] = set()
         self._ready: dict[int, Rollout] = {}        # generated and not taken yet
@@ -36,19 +38,19 @@ class Rollouts:
         Raises:
             EngineError, ConfigError: from the sampler. TimeoutError.
         """
-        first = self._pending[0][0] if self._pending else version
+        first, step = self._pending[0][0] if self._pending else version, self.sampler.version_step
         if version != first:
             raise ValueError(f"the rollout of weights version {first} comes next, not that of {version}")
-        while len(self._pending) <= self.sampler.config.rollout_ahead:
-            target = version + len(self._pending) * self.sampler.version_step
-            self._pending.append((target, self._submit(self._generate(target))))
+        for target in range(version, version + (self.sampler.config.rollout_ahead + 1) * step, step)[len(self._pending):]:
+            if target == version or target < self.end:
+                self._pending.append((target, self._submit(self._generate(target))))
         self._wait(self._pending[0][1])
         self._pending.popleft()
         return self._ready.pop(version)
 
     @contextlib.contextmanager
     def paused(self):
-        """No request is at the engine inside this block; what was cut goes on after it. For weight updates."""
+        """No request is at the engine inside this block, and no prompt is drawn; what was cut goes on after it."""
         self._wait(self._submit(self.sampler.pause()))
         try:
             yield
@@ -56,9 +58,11 @@ class Rollouts:
             self.loop.call_soon_threadsafe(self.sampler.resume)
 
     def state_dict(self) -> dict:
-        """The sampler's state; rollouts that the trainer has not taken yet are in it as complete groups."""
-        with self.paused():
-            return self._wait(self._submit(self._state()))
+        """The sampler's state; rollouts that the trainer has not taken yet are in it as complete groups.
+
+        Ask for it while the rollouts of every leader are `paused`: a prompt drawn between two leaders' states would be in neither.
+        """
+        return self._wait(self._submit(self._state()))
 
     def load_state_dict(self, states: list[dict]) -> None:
         """From the states of all leaders, before the first `next`."""

@@ -85,9 +85,12 @@ class Sampler:
         self.version = 0
         self.mask_checked = False
         leader, leaders = self.tickets.leader, self.tickets.leaders
-        share = lambda total: total * (leader + 1) // leaders - total * leader // leaders
-        self.width, self.share = share(config.groups_in_flight), share(config.rollout_batch_size)
+        self.width, self.share = self._share(config.groups_in_flight, leader), self._share(config.rollout_batch_size, leader)
         self.poll_s = 0.05 + leaders / 2000 if leaders > 1 else None       # how often to look what the others have
+
+    def _share(self, total: int, leader: int) -> int:
+        leaders = self.tickets.leaders
+        return total * (leader + 1) // leaders - total * leader // leaders
 
     # ---- a step -------------------------------------------------------------------------------------------------------------
 
@@ -149,12 +152,13 @@ class Sampler:
         now = asyncio.get_running_loop().time
         idle_since = now()
         while not self._complete():
+            await self.gate.wait()      # in a pause no prompt is drawn, so that the leaders' states fit together
             self._start()
             if self.running:
                 await asyncio.wait(self.running, timeout=self.poll_s, return_when=asyncio.FIRST_COMPLETED)
                 self._settle_done()
                 idle_since = now()
-                if self.fallen >= self.width and (self.fallen >= FALLEN or not self.sound):
+                if self.fallen >= max(self.width, 1) and (self.fallen >= FALLEN or not self.sound):
                     raise EngineError(f"{self.fallen} groups of this step fell to infrastructure; the last failure: {self.last_failure}")
             else:
                 await asyncio.sleep(self.poll_s or 0)
@@ -304,7 +308,7 @@ class Sampler:
         self.gate.open(PAUSE)
 
     def state_dict(self) -> dict:
-        """What a resumed run needs to go on as if it had never stopped. Ask for it between steps, or in a pause.
+        """What a resumed run needs to go on as if it had never stopped. Ask for it between steps, or in a pause of all leaders.
 
         A rollout function cannot be resumed in its middle: its unfinished groups begin again.
         """
@@ -313,11 +317,17 @@ class Sampler:
         groups = copy.deepcopy([g for g in groups if g.done or self.hooks.rollout is None])
         for group in groups:
             group.claimed = False
-        return {"position": self.tickets.drawn(), "prompts": self.order.size, "seed": self.order.seed, "groups": groups,
+        return {"position": self.tickets.drawn(), "prompts": self.order.size, "seed": self.order.seed, "kind": self._kind(), "groups": groups,
                 "returned": sorted([*self.returned, *again])}
+
+    def _kind(self) -> tuple[int, bool, bool]:
+        """What every group of a step has to have in common: samples, routes, sampling masks."""
+        return self.config.n_samples_per_prompt, self.return_routes, self.config.use_rollout_sampling_mask
 
     def load_state_dict(self, states: list[dict]) -> None:
         """Continue from the states of all leaders of a run, which may have had another number of leaders.
+
+        Groups with another number of samples, or without the routes or sampling masks that this run wants, begin again.
 
         Raises:
             ConfigError: the prompts are not those of that run.
@@ -327,11 +337,17 @@ class Sampler:
             if saved != now:
                 raise ConfigError(f"the checkpoint's rollouts drew from {name} {saved}, this run has {now}: give the same --prompt-data "
                                   "(or --prompt-task, --prompt-task-size) and --rollout-seed")
-        own = slice(self.tickets.leader, None, self.tickets.leaders)
-        groups = sorted((g for s in states for g in s["groups"]), key=lambda g: g.position)[own]
-        self.finished, self.waiting = [g for g in groups if g.done], [g for g in groups if not g.done]
-        self.returned = sorted(r for s in states for r in s["returned"])[own]
+        groups, returned = [g for s in states for g in s["groups"]], [r for s in states for r in s["returned"]]
+        if states[0]["kind"] != self._kind():
+            groups, returned = [], [*returned, *((g.position, g.tries) for g in groups)]
+        groups, returned = self._own(sorted(groups, key=lambda g: g.position)), self._own(sorted(returned))
+        self.finished, self.waiting, self.returned = [g for g in groups if g.done], [g for g in groups if not g.done], returned
         self.tickets.start_at(max(s["position"] for s in states))
+
+    def _own(self, inherited: list) -> list:
+        """This leader's part; those that begin no groups have none."""
+        heirs = [i for i in range(self.tickets.leaders) if self._share(self.config.groups_in_flight, i)]
+        return inherited[heirs.index(self.tickets.leader)::len(heirs)] if self.tickets.leader in heirs else []
 
     async def close(self) -> None:
         await self._cancel(list(self.running))

@@ -85,11 +85,12 @@ class StoreTickets:
     Args:
         store: the job's store; its `add` and `compare_set` are atomic (a TCPStore).
         leader, leaders: this leader and how many there are.
+        ahead: steps that a leader may begin before the others have ended the same one (--rollout-ahead).
         prefix: keys of this object; a second one in the same job needs another prefix.
     """
 
-    def __init__(self, store, leader: int, leaders: int, prefix: str = "rollout"):
-        self.store, self.leader, self.leaders, self.prefix = store, leader, leaders, prefix
+    def __init__(self, store, leader: int, leaders: int, ahead: int = 0, prefix: str = "rollout"):
+        self.store, self.leader, self.leaders, self.ahead, self.prefix = store, leader, leaders, ahead, prefix
         self.base, self.step, self.slots, self.serial = 0, -1, 0, 0
 
     def start_at(self, position: int) -> None:
@@ -104,8 +105,9 @@ class StoreTickets:
     def open_step(self, slots: int) -> None:
         self.step, self.slots = self.step + 1, slots
         self.store.compare_set(self._key(self.step), "", "0")
-        if self.leader == 0 and self.step > 1:      # a leader may still be closing the step before this one
-            self.store.delete_key(self._key(self.step - 2))
+        old = self.step - self.ahead - 2        # a leader may still be closing the step after it
+        if self.leader == 0 and old >= 0:
+            self.store.delete_key(self._key(old))
 
     def claim(self) -> bool:
         return self._change(+1)

@@ -78,7 +78,7 @@ class EngineLink:
     def publish(self, trained: Trained, version: int) -> None:
         """Bring the engines to the model's weights; those that cannot follow are not sampled from until they do."""
         with trained.whole_parameters():
-            report = self.publisher.publish(self.urls, str(version))
+            report = self.publisher.publish(self.settings.engine.worker_urls or self.urls, str(version))
         if self.client is not None:
             self.events.run(self.client.expect(report.version, report.left_out))
 

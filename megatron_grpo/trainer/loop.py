@@ -143,15 +143,23 @@ def evaluate(job: Job, done: int) -> None:
 
 def publish(job: Job, version: int) -> None:
     """New weights to the engines, with no request of any leader at them meanwhile (rollouts may be generated ahead)."""
+    with paused(job):
+        job.engine.publish(job.trained, version)
+
+
+@contextmanager
+def paused(job: Job):
+    """Inside, no leader generates or draws a prompt. Collective over all ranks."""
     with job.source.paused() if job.groups.is_leader else nullcontext():
         agree(job.groups, None)
-        job.engine.publish(job.trained, version)
+        yield
 
 
 def save(job: Job, done: int) -> None:
     """A checkpoint, and with --save-hf a Hugging Face directory."""
-    checkpoint.save(job.args, job.trained, job.groups, done, job.source.state() if job.groups.is_leader else None,
-                    job.settings.trainer.keep_checkpoints)
+    with paused(job):
+        state = on_leaders(job.groups, lambda: job.source.state())
+    checkpoint.save(job.args, job.trained, job.groups, done, state, job.settings.trainer.keep_checkpoints)
     if job.settings.weights.save_hf:
         job.trained.save_hf(job.settings.weights.save_hf.format(iteration=done))
 

@@ -8,6 +8,7 @@ maths (steps, counts) does not depend on the layout; only the assignment does.
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -75,11 +76,14 @@ def plan_rollout(cards: list[SampleCard], num_steps: int, *, dp_size: int, cp_si
     """Split the rollout into `num_steps` optimizer steps by whole groups, in the order of sample ids, and balance each.
 
     Raises:
-        ConfigError: fewer groups than optimizer steps, or a sample longer than a micro-batch.
+        ConfigError: a sample given twice, fewer groups than optimizer steps, or a sample longer than a micro-batch.
     """
     from ..settings import ConfigError
 
     cards = sorted(cards, key=lambda c: c.sample_id)
+    twice = [a.sample_id for a, b in pairwise(cards) if a.sample_id == b.sample_id]
+    if twice:
+        raise ConfigError(f"samples {twice[:5]} are in this rollout twice: recorded rollouts must not overlap")
     groups = list(dict.fromkeys(c.group_id for c in cards))
     if len(groups) < num_steps:
         raise ConfigError(f"--num-steps-per-rollout {num_steps}: this rollout has only {len(groups)} groups; give at most as many steps as groups")

@@ -3,12 +3,14 @@
 Every source has the same face, and lives on leaders only:
 
     next(step) -> (samples, counts)       the samples of the rollout that starts at optimizer step `step`, and counts that add up over leaders
-    state() / restore(states)             what a checkpoint keeps
+    paused()                              inside, nothing is generated or drawn
+    state() / restore(states)             what a checkpoint keeps; ask for it while the sources of all leaders are paused
     close()
     rewards_are_advantages                whether a reward hook made the last rollout's rewards advantages already
 """
 
 import asyncio
+import contextlib
 import os
 import sys
 import threading
@@ -71,6 +73,9 @@ class SupervisedSource:
         return Sample(sample_id=position, group_id=position, tokens=np.array(prompt.tokens + response), prompt_length=len(prompt.tokens),
                       loss_mask=np.ones(n, bool), rollout_logp=np.zeros(n, np.float32), reward=1.0, prompt=prompt.text, response=str(prompt.label))
 
+    def paused(self):
+        return contextlib.nullcontext()
+
     def state(self) -> dict:
         return {"position": self.position}
 
@@ -101,6 +106,9 @@ class RecordedSource:
         mine = set(groups[self.dp_rank::self.dp_size])
         return sorted((s for s in samples if s.group_id in mine), key=lambda s: s.sample_id), {}
 
+    def paused(self):
+        return contextlib.nullcontext()
+
     def state(self) -> dict:
         return {}
 
@@ -123,9 +131,10 @@ class EngineSource:
     Args:
         link: the engine link, whose client and event loop it uses.
         tickets: shared with the other leaders.
+        end: the optimizer step at which the run ends.
     """
 
-    def __init__(self, link, tickets, *, prompts, held_out, order, tokenizer, rewards, hooks, settings, dp_rank: int, dp_size: int):
+    def __init__(self, link, tickets, *, prompts, held_out, order, tokenizer, rewards, hooks, settings, end: int, dp_rank: int, dp_size: int):
         self.link, self.held_out, self.tokenizer, self.rewards, self.hooks, self.settings = link, held_out, tokenizer, rewards, hooks, settings
         self.dp_rank, self.dp_size, self.rewards_are_advantages = dp_rank, dp_size, False
         self.bar = Bar(dp_rank == 0)
@@ -133,7 +142,7 @@ class EngineSource:
             link.client, prompts, order, rewards, tokenizer, settings.rollout, hooks=hooks, tickets=tickets, on_group=self.bar,
             return_routes=settings.routing.use_rollout_routing_replay, version_step=settings.trainer.num_steps_per_rollout,
             stall_limit_s=settings.trainer.control_timeout)
-        self.rollouts = Rollouts(link.events.loop, sampler, settings.trainer.control_timeout)
+        self.rollouts = Rollouts(link.events.loop, sampler, settings.trainer.control_timeout, end)
 
     def next(self, step: int) -> tuple[list[Sample], dict]:
         with self.bar:
@@ -219,9 +228,10 @@ def make_source(args, data: Data | None, link, groups, hooks):
     if settings.trainer.loss_type == "sft":
         source: Any = SupervisedSource(data.prompts, data.order, data.tokenizer, settings.rollout, **at)
     else:
-        tickets = LocalTickets() if groups.dp_size == 1 else StoreTickets(default_store(), groups.dp_rank, groups.dp_size)
+        tickets = LocalTickets() if groups.dp_size == 1 else StoreTickets(
+            default_store(), groups.dp_rank, groups.dp_size, settings.rollout.rollout_ahead)
         source = EngineSource(link, tickets, prompts=data.prompts, held_out=data.held_out, order=data.order, tokenizer=data.tokenizer,
-                              rewards=Rewards(settings.verifier, hooks.rm), hooks=hooks, settings=settings, **at)
+                              rewards=Rewards(settings.verifier, hooks.rm), hooks=hooks, settings=settings, end=args.train_iters, **at)
     states = load_leader_states(args.load, args.iteration) if args.load and args.iteration else []
     if states:
         source.restore(states)

@@ -56,8 +56,8 @@ class EngineControl:
         except urllib.error.HTTPError as error:
             says = error.read()[:500].decode(errors="replace")
             if error.code == 404:
-                raise NotFound(f"{self.url}{path} does not exist: give the SGLang server itself, not a router, and a release that "
-                               "has it") from None
+                raise NotFound(f"{self.url}{path} does not exist: give the SGLang servers behind a router in "
+                               "--sglang-worker-urls, and a release that has it") from None
             raise EngineError(f"{self.url}{path} answered {error.code}: {says}") from None
         except TimeoutError:
             raise EngineError(f"{self.url}{path} gave no answer in {deadline:.0f} s (--weight-sync-timeout)") from None

@@ -2,17 +2,22 @@
 
 import asyncio
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
 from benchmarks.simulation import SimulatedEngine
+from megatron_grpo.hooks import FilterOutput, Hooks
 from megatron_grpo.rollout.books import Books
 from megatron_grpo.rollout.engine import EngineError
+from megatron_grpo.rollout.group import Group
+from megatron_grpo.rollout.pipeline import Rollouts
 from megatron_grpo.rollout.tickets import StoreTickets
 
-from .simulated import lengths, make_sampler
+from .simulated import StubRewards, lengths, make_sampler
 
 
 @pytest.fixture
@@ -59,6 +64,71 @@ def test_a_new_step_has_all_its_slots(store):
     for _ in range(4):
         tickets.open_step(2)
         assert [tickets.claim() for _ in range(3)] == [True, True, False]
+
+
+def test_a_leader_two_steps_behind_still_finds_its_slots():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=2))
+    fast, slow = StoreTickets(store, 0, 2, ahead=2), StoreTickets(store, 1, 2, ahead=2)
+    slow.open_step(1)
+    for _ in range(3):
+        fast.open_step(1)
+    assert slow.claim() and slow.full()
+    for _ in range(10):
+        fast.open_step(1)
+    assert not store.check(["rollout/slots/0"]) and store.check(["rollout/slots/9"])
+
+
+def test_states_of_paused_leaders_hold_every_prompt_that_was_drawn(store):
+    """While steps are generated ahead and a filter makes every leader draw all the time, also for what is scored in the pause."""
+    loop, refused = asyncio.new_event_loop(), set()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+
+    class Slow(StubRewards):
+        async def __call__(self, sample):
+            await asyncio.sleep(0.1)
+            await super().__call__(sample)
+
+    def dull(samples):
+        if keep := samples[0].group_id % 8 == 0:
+            return FilterOutput(keep)
+        refused.add(samples[0].group_id)
+        return FilterOutput(False, "dull")
+    options = dict(rollout_batch_size=4, n_samples_per_prompt=2, over_sampling_batch_size=6, partial_rollout=True, rollout_ahead=1,
+                   dynamic_sampling_max_batches=1000, hooks=Hooks(sampling_filter=dull))
+    tickets = [StoreTickets(dist.TCPStore("127.0.0.1", store.port, is_master=False), i, 2, ahead=1) for i in range(2)]
+    leaders = [Rollouts(loop, make_sampler(SimulatedEngine(lengths(2, 9), seconds_per_token=0.001), rewards=Slow(), count=10_000,
+                                           tickets=own, **options), timeout_s=60) for own in tickets]
+    with ThreadPoolExecutor(2) as pool:
+        taken = [g.group_id for r in pool.map(lambda leader: leader.next(0), leaders) for g in r.groups]
+    with leaders[0].paused(), leaders[1].paused():
+        states = [leaders[0].state_dict()]
+        time.sleep(0.3)     # the other leader draws no further prompt meanwhile
+        states.append(leaders[1].state_dict())
+    for leader in leaders:
+        leader.close()
+    loop.call_soon_threadsafe(loop.stop)
+    held = [g.position for s in states for g in s["groups"]] + [p for s in states for p, _ in s["returned"]]
+    assert sorted([*taken, *held, *refused - set(held)]) == list(range(max(s["position"] for s in states)))
+
+
+@pytest.mark.parametrize("options, again", [(dict(n_samples_per_prompt=3), True), (dict(return_routes=True), True), (dict(), False)])
+def test_carried_groups_that_do_not_fit_begin_again(options, again):
+    common = dict(rollout_batch_size=2, over_sampling_batch_size=5, partial_rollout=True)
+    first = make_sampler(n_samples_per_prompt=2, **common)
+    first.waiting = [Group(i, [], samples={2 * i: None}) for i in (4, 2)]
+    first.returned = [(3, 1)]
+    second = make_sampler(**common, **dict(n_samples_per_prompt=2) | options)
+    second.load_state_dict([first.state_dict()])
+    assert [g.position for g in second.waiting] == ([] if again else [2, 4])
+    assert second.returned == ([(2, 0), (3, 1), (4, 0)] if again else [(3, 1)])
+
+
+def test_a_leader_that_begins_no_groups_inherits_none(store):
+    state = make_sampler(n_samples_per_prompt=2).state_dict() | {"returned": [(i, 0) for i in range(5)]}
+    heirs = [make_sampler(rollout_batch_size=2, n_samples_per_prompt=2, tickets=StoreTickets(store, i, 4)) for i in range(4)]
+    for heir in heirs:
+        heir.load_state_dict([state])
+    assert [len(h.returned) for h in heirs] == [0, 3, 0, 2] and [h.width for h in heirs] == [0, 1, 0, 1]
 
 
 def leaders_case(port, steps, options, die=None):

@@ -63,6 +63,15 @@ def test_a_pause_holds_back_also_a_step_that_begins_in_it(loop):
     rollouts.close()
 
 
+def test_no_rollout_is_generated_for_the_end_of_the_run(loop):
+    rollouts = make(loop, 2)
+    rollouts.end = 3
+    for version in range(3):
+        assert len(rollouts.next(version).groups) == 2
+    assert rollouts.sampler.tickets.drawn() == 6 and not rollouts._pending
+    rollouts.close()
+
+
 def test_versions_are_asked_for_one_after_the_other(loop):
     rollouts = make(loop, 1, step=4)
     rollouts.next(8)
@@ -94,7 +103,8 @@ def test_a_checkpoint_holds_what_is_ready_and_what_is_on_its_way(loop):
     first = make(loop, 2, seconds_per_token=0.002, over_sampling_batch_size=3, partial_rollout=True)
     first.next(0)
     in_loop(first, until(lambda: 1 in first._ready))
-    state = pickle.loads(pickle.dumps(first.state_dict()))
+    with first.paused():
+        state = pickle.loads(pickle.dumps(first.state_dict()))
     after = [first.next(v) for v in (1, 2)]
     first.close()
     second = make(loop, 2, seconds_per_token=0.002, over_sampling_batch_size=3, partial_rollout=True)
