@@ -20,6 +20,9 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         from .rollout.engine import EngineError
         from .trainer.distribute import RolloutFailed
+        from .trainer.failure import PeerFailed
+        if isinstance(error, PeerFailed):
+            return _fail(f"ended because {error}", 1)
         if not isinstance(error, EngineError | RolloutFailed):
             traceback.print_exc()
         return _fail(f"{type(error).__name__}: {error}", 1)

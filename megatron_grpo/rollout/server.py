@@ -37,7 +37,7 @@ CPU_ARGS = ("--device", "cpu", "--attention-backend", "torch_native", "--samplin
 COMMON_ARGS = ("--host", "127.0.0.1", "--skip-server-warmup", "--incremental-streaming-output")
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
                       "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-OWNER = "MEGATRON_GRPO_SERVER_OWNER"     # environment variable: the pid that the server dies with
+OWNER = "MEGATRON_GRPO_SERVER_OWNER"     # environment variable: the pid that the server dies with, by default its parent's
 PORT_FIX = "give --sglang-port another port, or 0 for a free one"
 HINTS = {       # text in the log -> the fix
     "No module named 'sglang'": "pip install sglang",
@@ -180,7 +180,7 @@ class LocalServer:
 
 def die_with_owner() -> None:
     """In the server: kill this process group when the owner is gone. PR_SET_PDEATHSIG would watch the owner's thread, not the process."""
-    owner = int(os.environ.pop(OWNER))
+    owner = int(os.environ.pop(OWNER, os.getppid()))
 
     def watch():
         while os.getppid() == owner:

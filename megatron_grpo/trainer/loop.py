@@ -15,6 +15,7 @@ from .advantages import fill_advantages, prepare_corrections
 from .build import Trained, build, initialize, is_last_stage, is_logger
 from .distribute import Placement, RolloutBatch, agree, distribute, on_leaders
 from .engine_link import EngineLink
+from .failure import watched
 from .flags import Settings
 from .forward import StepContext
 from .groups import ControlGroups, any_rank, make_control_groups
@@ -41,20 +42,27 @@ class Job:
     engine: EngineLink | None       # None in a supervised or recorded run
     source: Any = None           # on leaders: sources.py
     reference: Reference | None = None
-    signals: list = field(default_factory=list)
+    signals: list[int] = field(default_factory=list)        # received, each asks for a stop
 
 
 def run(args, model_provider) -> None:
     """A whole run; every rank calls it with `args` from flags.parse_args."""
+    signals: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda received, frame: signals.append(received))
     initialize(args)
     if dist.get_rank() == 0:
         print(describe(args.grpo.algorithm, args.algorithm), flush=True)
-    with make_job(args, model_provider) as job:
+    with watched() as failures, make_job(args, model_provider) as job, failures.told():
+        job.signals = signals
         train(job)
 
 
 def train(job: Job) -> None:
     args, steps = job.args, job.settings.trainer.num_steps_per_rollout
+    if _stop_asked(job):
+        job.log.message("stopped by a signal before the first step: there is nothing new to save")
+        return
     if job.engine is not None:
         publish(job, args.iteration)
     if args.iteration == 0:
@@ -218,7 +226,4 @@ def make_job(args, model_provider):
             algorithm=settings.algorithm, hooks=hooks, vocab_size=args.vocab_size, temperature=settings.rollout.rollout_temperature,
             tp_group=mpu.get_tensor_model_parallel_group(), cp_group=mpu.get_context_parallel_group(),
             dp_size=mpu.get_data_parallel_world_size(), per_token_loss=args.calculate_per_token_loss, replay=replay, store=RouteStore())
-        job = Job(args, settings, trained, groups, where, context, log, engine, source, reference)
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, lambda received, frame: job.signals.append(received))
-        yield job
+        yield Job(args, settings, trained, groups, where, context, log, engine, source, reference)
