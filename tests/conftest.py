@@ -5,13 +5,13 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from tests.parallel.pool import WorkerPool  # noqa: E402
+from megatron_grpo.verify.ranks import LocalRanks  # noqa: E402
 
 
 @pytest.fixture(scope="session")
 def pool():
     """Ranks over gloo, shared by the whole test session."""
-    workers = WorkerPool()
+    workers = LocalRanks(preload=("pytest",))
     yield workers
     workers.close()
 

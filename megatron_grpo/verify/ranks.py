@@ -1,13 +1,12 @@
-"""Multi-rank cases over gloo, each in fresh processes that are forked from one that has imported everything.
+"""Functions on several ranks of this machine, each time in fresh processes that are forked from one that has imported everything.
 
-    def case(x):                               # at module level of a test file
+    def case(x):                               # at module level
         return dist.get_rank(), x
 
-    def test_it(pool):                         # the session-wide fixture of tests/conftest.py
-        assert pool.run(case, 5, ranks=4) == [(0, 5), (1, 5), (2, 5), (3, 5)]
+    LocalRanks().run(case, 5, ranks=4) == [(0, 5), (1, 5), (2, 5), (3, 5)]
 
 Importing torch and Megatron takes many seconds, a fork takes none. Fresh processes are needed because a process that has been
-through many layouts keeps threads of every process group it ever had. A case that raises on any rank fails the test with
+through many layouts keeps threads of every process group it ever had. A case that raises on any rank fails with
 that rank's traceback; a case that hangs is killed at its deadline.
 """
 
@@ -21,18 +20,29 @@ import traceback
 from datetime import timedelta
 
 PRELOAD = ["torch", "torch.distributed", "megatron.core.parallel_state", "megatron.training.training", "megatron.training.checkpointing",
-           "megatron.core.models.gpt", "transformers", "pytest"]
+           "megatron.core.models.gpt", "transformers"]
 GRACE = 15      # seconds that the other ranks get to report after the first failure
 
 
-def _rank(index: int, outbox, fn, args, kwargs, ranks: int, store: str, timeout: float, env: dict):
+class RankFailed(AssertionError):
+    """A rank raised, died, or did not answer in time; the message has each such rank's traceback."""
+
+
+def _rank(index: int, outbox, fn, args, kwargs, ranks: int, store: str, timeout: float, backend: str, quiet: bool,
+          env: dict):
     os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", RANK=str(index), WORLD_SIZE=str(ranks), LOCAL_RANK=str(index),
                       LOCAL_WORLD_SIZE=str(ranks), **env)
+    if quiet:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
     try:
         import torch
         import torch.distributed as dist
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=index, world_size=ranks, timeout=timedelta(seconds=timeout))
+        if "nccl" in backend:
+            torch.cuda.set_device(index)
+        dist.init_process_group(backend, init_method=f"file://{store}", rank=index, world_size=ranks, timeout=timedelta(seconds=timeout))
         value = fn(*args, **kwargs)
         if dist.is_initialized():
             dist.barrier()          # a rank that leaves early would break the connections of those still at work
@@ -44,26 +54,39 @@ def _rank(index: int, outbox, fn, args, kwargs, ranks: int, store: str, timeout:
     os._exit(0)     # no destructors: peers may already be gone
 
 
-class WorkerPool:
-    """Runs cases on up to `size` ranks."""
+class LocalRanks:
+    """Runs cases on up to `size` ranks.
 
-    def __init__(self, size: int = 8):
-        self.size, self.number = size, 0
-        self.directory = tempfile.mkdtemp(prefix="pool-")
+    Args:
+        backend: of the process groups: "gloo", or "cpu:gloo,cuda:nccl" with one device a rank.
+        preload: modules that the forking process imports besides Megatron.
+        quiet: what cases print is dropped.
+    """
+
+    def __init__(self, size: int = 8, backend: str = "gloo", preload: tuple[str, ...] = (), quiet: bool = False):
+        self.size, self.backend, self.quiet, self.number = size, backend, quiet, 0
+        self.directory = tempfile.TemporaryDirectory(prefix="ranks-")
         self.context = mp.get_context("forkserver")
-        self.context.set_forkserver_preload(PRELOAD)
+        self.context.set_forkserver_preload([*PRELOAD, *preload])
 
     def run(self, fn, *args, ranks: int = 1, timeout: float = 120, env: dict | None = None, **kwargs) -> list:
-        """fn(*args, **kwargs) on every rank; returns the results in rank order. `fn` must be importable."""
-        assert ranks <= self.size, f"the pool has {self.size} ranks"
+        """fn(*args, **kwargs) on every rank; returns the results in rank order. `fn` must be importable.
+
+        Raises:
+            RankFailed: some rank has no result.
+        """
+        if ranks > self.size:
+            raise ValueError(f"{ranks} ranks of {self.size}")
         self.number += 1
-        store = os.path.join(self.directory, str(self.number))
+        store = os.path.join(self.directory.name, str(self.number))
         outbox = self.context.Queue()
-        processes = [self.context.Process(target=_rank, args=(i, outbox, fn, args, kwargs, ranks, store, timeout, env or {}))
-                     for i in range(ranks)]
+        processes = [self.context.Process(target=_rank, args=(i, outbox, fn, args, kwargs, ranks, store, timeout, self.backend, self.quiet,
+                                                              env or {})) for i in range(ranks)]
         for process in processes:
             process.start()
-        results, failures, deadline = {}, {}, time.monotonic() + timeout + 60        # 60: the first case waits for the imports
+        results: dict = {}
+        failures: dict = {}
+        deadline = time.monotonic() + timeout + 60        # 60: the first case waits for the imports
         try:
             while len(results) + len(failures) < ranks:
                 try:
@@ -84,8 +107,9 @@ class WorkerPool:
             for process in processes:
                 process.join()
         if failures:
-            raise AssertionError("\n".join(f"{fn.__name__}, rank {i}: {failures[i]}" for i in sorted(failures)))
+            raise RankFailed("\n".join(f"{fn.__name__}, rank {i}: {failures[i]}" for i in sorted(failures)))
         return [results[i] for i in range(ranks)]
 
     def close(self):
         """Nothing outlives a case; the forking process ends with this one."""
+        self.directory.cleanup()

@@ -58,7 +58,7 @@ def test_expert_dispatcher(pool, model):
 
 def test_too_long_for_a_micro_batch(pool, tmp_path):
     flags = verify.prepare(str(tmp_path), ["--platform", "cpu", "--algorithm", "grpo", "--no-use-kl-loss"])
-    (code, said), _ = pool.run(run_train, [*verify._without(flags, "--max-tokens-per-gpu"), "--max-tokens-per-gpu", "16"], ranks=2, timeout=60)
+    (code, said), _ = pool.run(run_train, [*verify.without(flags, "--max-tokens-per-gpu"), "--max-tokens-per-gpu", "16"], ranks=2, timeout=60)
     assert code and "--max-tokens-per-gpu" in said and "sample 2" in said
 
 

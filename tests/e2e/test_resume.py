@@ -21,7 +21,7 @@ def test_resumed_equals_undisturbed(pool, tmp_path):
     samples = torch.load(tmp_path / "samples_0_0.pt", weights_only=False)
     for step in range(1, 4):
         torch.save(samples[step:], tmp_path / f"samples_{step}_0.pt")
-    flags = verify._without(flags, "--train-iters") + LAYOUT + ["--train-iters", "4", "--save-interval", "2"]
+    flags = verify.without(flags, "--train-iters") + LAYOUT + ["--train-iters", "4", "--save-interval", "2"]
 
     def run(*more):
         results = pool.run(run_train, [*flags, *map(str, more)], ranks=2, timeout=240)

@@ -12,7 +12,7 @@ tests/golden/adapters/<family>.py:
 It reads `inputs` and `params`, never values it knows. `raise tests.golden.NotCovered("why")` names a case that the package does not
 cover. Every output of a case is computed or in IGNORED, else the case fails; of a dict of metrics, those that the adapter gives are
 compared.
-`pool` runs ranks (tests/parallel/pool.py). Exit status: 0 when no case failed.
+`pool` runs ranks (megatron_grpo/verify/ranks.py). Exit status: 0 when no case failed.
 """
 
 import importlib
@@ -107,9 +107,9 @@ def compare(name: str, got, want, tolerance: float) -> list[str]:
 
 def main(directory: str) -> int:
     """Print the report; the number of failed cases."""
-    from tests.parallel.pool import WorkerPool
+    from megatron_grpo.verify.ranks import LocalRanks
     torch.set_num_threads(1)
-    pool = WorkerPool()
+    pool = LocalRanks()
     try:
         reports = [run_file(path, pool) for path in sorted(Path(directory).glob("*.json"))]
     finally:
