@@ -11,7 +11,7 @@ so that the step is the same whatever order the responses came in.
 import asyncio
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 from ..batch import SampleGroup, Status
@@ -109,7 +109,7 @@ class Sampler:
             await self._end()
         except BaseException as error:
             self.tickets.fail(f"{type(error).__name__}: {error}")
-            await self._cancel(list(self.running))
+            await self._stop()
             raise
         groups = [group.sample_group() for group in sorted(self.kept, key=lambda g: g.position)]
         rollout = Rollout(groups, self.books, now() - start)
@@ -120,6 +120,7 @@ class Sampler:
     async def _begin(self, version: int) -> None:
         self.version, self.books, self.kept = version, Books(), []
         self.spares: list[Group] = []
+        self.dropped: list[Group] = []
         self.begun = self.fallen = self.sound = 0
         self.last_failure = ""
         if self.config.use_rollout_sampling_mask and not self.mask_checked:
@@ -177,12 +178,16 @@ class Sampler:
                     self._use_spares()
                 return
             position, tries = self.returned.pop(0) if self.returned else (self.tickets.draw(), 0)
-            n, prompt = self.config.n_samples_per_prompt, self.prompts[self.order[position]]
-            options = (self.config.rollout_max_response_len, self.return_routes, self.config.use_rollout_sampling_mask)
-            group = Group(position, [Trajectory(position * n + i, position, prompt, *options) for i in range(n)], tries)
+            group = Group(position, self._trajectories(position), tries)
             self.begun += 1
             self.books.generated.add(group.size, 0)
             self._launch(group)
+
+    def _trajectories(self, position: int, without: Container[int] = ()) -> list[Trajectory]:
+        """New ones for the samples of a prompt, but for those of these ids."""
+        n, prompt = self.config.n_samples_per_prompt, self.prompts[self.order[position]]
+        options = (self.config.rollout_max_response_len, self.return_routes, self.config.use_rollout_sampling_mask)
+        return [Trajectory(i, position, prompt, *options) for i in range(position * n, (position + 1) * n) if i not in without]
 
     def _launch(self, group: Group) -> None:
         self.running[asyncio.ensure_future(self.runner.run(group))] = group
@@ -194,7 +199,10 @@ class Sampler:
             self._settle(group)
 
     def _settle(self, group: Group) -> None:
-        """Failed samples leave the group; with fewer than two left (of several) it falls. The others pass the filter or not."""
+        """Failed samples leave the group; with fewer than two left (of several) it falls: those that failed are sampled once more.
+
+        The others pass the filter or not.
+        """
         failed = {i: s for i, s in group.samples.items() if s.status is Status.ABORTED}
         if failed:
             self.last_failure = failed[max(failed)].metadata["aborted"]
@@ -202,7 +210,6 @@ class Sampler:
             self._book(Group(group.position, [], samples=failed), self.books.failed, self.last_failure.partition(":")[0])
         if group.size < min(2, self.config.n_samples_per_prompt):
             self._unclaim(group)
-            self._book(group, self.books.failed, "its group fell")
             self._retry(group)
             return
         self.sound += 1
@@ -239,9 +246,14 @@ class Sampler:
 
     def _retry(self, group: Group) -> None:
         self.fallen += 1
-        if group.tries + 1 < TRIES:
-            self._return(group.position, group.tries + 1)
+        group.tries += 1
+        if group.tries < TRIES:
+            group.growing = self._trajectories(group.position, without=group.samples)
+            self.books.generated.add(len(group.growing), 0)
+            self._launch(group)
         else:
+            self._book(group, self.books.failed, "its group fell")
+            self.dropped.append(group)
             log.warning("prompt %d is dropped: its group failed %d times; the last failure: %s", self.order[group.position], TRIES,
                         self.last_failure)
 
@@ -276,6 +288,17 @@ class Sampler:
         self._book(group, self.books.discarded, reason)
         self.finished = [g for g in self.finished if g is not group]
         await self._cancel([task for task, running in self.running.items() if running is group])
+
+    async def _stop(self) -> None:
+        """End a step that failed. What was sampled stays, for `state_dict`: resuming loses no sample that was good, and no prompt."""
+        for group in self.dropped:
+            group.growing = self._trajectories(group.position, without=group.samples)
+        groups = [*self.dropped, *self.running.values()]
+        for group in groups:
+            group.tries = 0
+        await self._cancel(list(self.running))
+        self.waiting += groups
+        self.finished, self.kept = [*self.finished, *self.kept], []
 
     async def _cancel(self, tasks: list[asyncio.Task]) -> None:
         for task in tasks:

@@ -1,4 +1,5 @@
 import asyncio
+import copy
 import pickle
 
 import numpy as np
@@ -226,6 +227,53 @@ def test_a_lost_sample_does_not_lose_its_group():
             return await super().generate(request)
     rollout, = steps(make_sampler(Flaky(lengths()), rollout_batch_size=4, n_samples_per_prompt=3), 1)
     assert [len(g.samples) for g in rollout.groups] == [3, 3, 2, 3]
+
+
+def test_a_fallen_group_keeps_the_sample_that_was_good():
+    """Of two samples one is lost: only that one is sampled again."""
+    class Flaky(SimulatedEngine):
+        async def generate(self, request):
+            lost = request.session == "sample-3" and "sample-3" not in self.seen
+            self.seen.append(request.session)
+            if lost:
+                raise EngineError("lost")
+            return await super().generate(request)
+    engine = Flaky(lengths())
+    engine.seen = []
+    rollout, = steps(make_sampler(engine, rollout_batch_size=3, n_samples_per_prompt=2), 1)
+    assert [g.group_id for g in rollout.groups] == [0, 1, 2] and [len(g.samples) for g in rollout.groups] == [2, 2, 2]
+    assert {s: engine.seen.count(s) for s in set(engine.seen)} == {f"sample-{i}": 1 + (i == 3) for i in range(6)}
+    assert rollout.books.failed.samples == 1 and rollout.books.generated.samples == 7
+
+
+def test_a_step_that_failed_loses_no_sample_that_was_good():
+    """An engine that turns bad ends the step; resumed at a good one, what had been answered is used and not asked for again."""
+    class Turning(SimulatedEngine):
+        good, answered, asked = 10**6, [], []
+
+        async def generate(self, request):
+            self.asked.append(request.session)
+            generation = await super().generate(request)
+            if len(self.answered) >= self.good:
+                raise EngineError("routes of a damaged answer")
+            self.answered.append(request.session)
+            return generation
+    options = dict(rollout_batch_size=6, n_samples_per_prompt=4)
+    sampler = make_sampler(Turning(lengths()), **options)
+    sampler.engine.good, sampler.engine.answered, sampler.engine.asked = 13, [], []
+
+    async def fails():
+        with pytest.raises(EngineError, match="6 groups of this step fell.*routes of a damaged answer"):
+            await sampler.rollout(0)
+        return sampler.state_dict()
+    state = run_virtual(fails())
+    resumed = make_sampler(Turning(lengths()), **options)
+    resumed.engine.answered, resumed.engine.asked = [], []
+    resumed.load_state_dict([copy.deepcopy(state)])
+    rollout, = steps(resumed, 1)
+    good = set(sampler.engine.answered)
+    assert len(good) == 13 and not good & set(resumed.engine.asked)
+    assert len(rollout.samples) == 24 and good <= {f"sample-{s.sample_id}" for s in rollout.samples}
 
 
 def test_an_abort_nobody_asked_for_is_continued():
