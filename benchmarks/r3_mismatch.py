@@ -1,0 +1,148 @@
+"""Train-versus-rollout mismatch without and with R3, and that of a dense model of the same size trained the same way.
+
+    python benchmarks/r3_mismatch.py [--layers 8] [--engine-dtype bfloat16 --trainer-dtype float32] [--run-dir runs/r3]
+
+The demo's model and task with more layers, after the demo's supervised warm start. A real SGLang server samples in one dtype, and
+Megatron computes the log-probs of the same samples in the other: once routed natively, once with the engine's experts replayed, so that
+the two differ in nothing but the experts. `experts differ` is the share of (token, layer) whose used experts are not the engine's. The
+dense models have the layers of the MoE model and, in turn, as many MLP neurons as a token of it uses, and as it has in all.
+
+    k3    mean(r - 1 - log r), r = pi_trainer / mu on the sampled tokens        F(2)  share of tokens with max(r, 1 / r) > 2
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from examples.demo import COMMON, GRPO, MODEL, WARM_START, train
+from megatron_grpo.rollout.tokenizer import make_character_tokenizer
+
+EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "mlp_only_layers", "decoder_sparse_step")
+RESULT = "result: "
+
+
+def configs(layers: int) -> dict[str, dict]:
+    """name -> config.json of the MoE model and its dense counterparts."""
+    moe = MODEL | dict(num_hidden_layers=layers)
+    width = lambda experts: dict(intermediate_size=experts * moe["moe_intermediate_size"])
+    dense = {k: v for k, v in moe.items() if k not in EXPERTS} | dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3")
+    return {"MoE": moe, "dense, active size": dense | width(moe["num_experts_per_tok"]), "dense, total size": dense | width(moe["num_experts"])}
+
+
+def compare(name: str, config: dict, args) -> dict[str, dict]:
+    """Warm-start one model and measure it; way of routing -> numbers."""
+    run = Path(args.run_dir).absolute() / name.replace(", ", "-").replace(" ", "-")
+    model = run / "model"
+    model.mkdir(parents=True)
+    tokenizer = make_character_tokenizer(model, "0123456789+-=")
+    ids = dict(bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    (model / "config.json").write_text(json.dumps(config | ids, indent=1))
+    moe = "num_experts" in config
+    experts = COMMON.index("--expert-model-parallel-size")
+    common = COMMON if moe else COMMON[:experts] + COMMON[experts + 2:]
+    common = [*map(str, common), "--seed", str(args.seed), "--rollout-seed", str(args.seed), "--hf-checkpoint", str(model)]
+    train(name, [*common, *WARM_START, "--train-iters", args.warm_steps, "--save", run / "warm"], run / "warm.log")
+    flags = [*common, *GRPO, "--pretrained-checkpoint", run / "warm", "--train-iters", args.rollouts, "--run-dir", run / "report",
+             "--sglang-dtype", args.engine_dtype, *(["--bf16"] if args.trainer_dtype == "bfloat16" else []),
+             *(["--use-rollout-routing-replay"] if moe else [])]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint",
+               "localhost:0", __file__, "--measure", *map(str, flags)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    (run / "measure.log").write_text(done.stdout)
+    lines = [line for line in done.stdout.splitlines() if line.startswith(RESULT)]
+    if done.returncode or not lines:
+        sys.exit(f"measuring failed with code {done.returncode}; the end of {run / 'measure.log'}:\n{done.stdout[-4000:]}")
+    return json.loads(lines[0].removeprefix(RESULT))
+
+
+# ---- on the ranks of the measuring job ------------------------------------------------------------------------------------------
+
+
+def measure(argv: list[str]) -> None:
+    """Sample --train-iters rollouts of the loaded weights and print the numbers; every rank of the job calls it."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_grpo.trainer.build import initialize
+    from megatron_grpo.trainer.flags import parse_args
+    from megatron_grpo.trainer.loop import make_job, publish, rollout
+    from megatron_grpo.trainer.model import model_provider
+    from megatron_grpo.trainer.step import logprob_pass
+
+    args = parse_args(argv)
+    initialize(args)
+    sums: dict[str, torch.Tensor] = {}
+    with make_job(args, model_provider) as job:
+        publish(job, 0)
+        for i in range(args.train_iters):
+            batch = rollout(job, i)
+            for way, routing in (("native", "record"), ("R3", "replay")) if args.num_experts else (("native", "native"),):
+                job.context.store.clear()
+                logprob_pass(job.trained.model, batch.microbatches, job.context, "old_logp_T", routing)
+                found = sum(_numbers(mb, job.context) for mb in batch.microbatches)
+                sums[way] = sums.get(way, 0) + found
+    for total in sums.values():
+        dist.all_reduce(total)
+    if dist.get_rank() == 0:
+        names = ("k3", "f2", "experts_differ", "tokens_differ", "tokens")
+        print(RESULT + json.dumps({way: dict(zip(names, _means(total), strict=True)) for way, total in sums.items()}), flush=True)
+
+
+def _numbers(mb, context):
+    """[6] sums of one micro-batch: k3, F(2), sampled tokens; routers and tokens whose experts differ, and how many there are."""
+    import torch
+
+    from megatron_grpo.routing.mismatch import compare
+    log_r = (mb.old_logp_T - mb.rollout_logp_T)[mb.mask_T].double()
+    out = [(torch.expm1(log_r) - log_r).sum(), (log_r.abs() > torch.tensor(2.0).log()).sum(), torch.tensor(len(log_r))]
+    if mb.routes is not None:
+        used = compare(mb.routes, context.store.get(mb.key), mb.unrouted_T)
+        out += [used.differs_TL.sum(), used.counted_TL.sum(), used.differs_TL.any(1).sum(), used.counted_TL.any(1).sum()]
+    return torch.stack([*(x.double() for x in out), *[torch.zeros((), dtype=torch.float64)] * (7 - len(out))])
+
+
+def _means(total):
+    k3, f2, tokens, differ, routers, any_layer, rows = total.tolist()
+    return k3 / tokens, f2 / tokens, differ / max(routers, 1), any_layer / max(rows, 1), int(tokens)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--layers", type=int, default=8, help="MoE layers")
+    parser.add_argument("--engine-dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--trainer-dtype", default="float32", choices=("bfloat16", "float32"))
+    parser.add_argument("--warm-steps", type=int, default=300, help="optimizer steps of the supervised warm start")
+    parser.add_argument("--rollouts", type=int, default=8, help="rollouts of 32 prompts x 16 samples")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--run-dir", default="runs/r3_mismatch")
+    parser.add_argument("--json", help="write the numbers to this file")
+    args = parser.parse_args()
+    if Path(args.run_dir).exists():
+        parser.error(f"{args.run_dir} exists: give another --run-dir, or remove it")
+    start = time.monotonic()
+    results = {f"{name}, {way}" if name == "MoE" else name: numbers for name, config in configs(args.layers).items()
+               for way, numbers in compare(name, config, args).items()}
+    print(f"\nSGLang in {args.engine_dtype}, Megatron in {args.trainer_dtype}, {args.layers} layers, {time.monotonic() - start:.0f} s")
+    print(f"{'':<22}{'k3':>10}{'F(2)':>10}{'experts differ':>16}{'tokens differ':>15}{'tokens':>9}")
+    for name, r in results.items():
+        routed = f"{r['experts_differ']:>16.2%}{r['tokens_differ']:>15.1%}" if name.startswith("MoE") else f"{'':>31}"
+        print(f"{name:<22}{r['k3']:>10.2e}{r['f2']:>10.2e}{routed}{r['tokens']:>9}")
+    r3 = results["MoE, R3"]["k3"]
+    print(f"k3 without R3 / with R3 = {results['MoE, native']['k3'] / r3:.2f}; with R3 / dense = "
+          + ", ".join(f"{r3 / r['k3']:.2f} ({name})" for name, r in results.items() if name.startswith("dense")))
+    if args.json:
+        Path(args.json).write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--measure"]:
+        measure(sys.argv[2:])
+    else:
+        main()
