@@ -14,7 +14,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 
 import numpy as np
@@ -45,6 +45,17 @@ class ClientStats:
     rescued_tokens: int = 0                                     # received from a server that was then lost, and used
     left_out: int = 0                                           # times that a server was left out
     taken_back: int = 0
+
+    def metrics(self) -> dict[str, float]:
+        """Flat numbers, e.g. `refused` and, of these, `refused/log-probs`."""
+        flat: dict[str, float] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, Counter):
+                flat |= {f.name: float(value.total())} | {f"{f.name}/{reason}": float(count) for reason, count in value.items()}
+            else:
+                flat[f.name] = float(value)
+        return flat
 
 
 class _Dropped(EngineError):

@@ -101,7 +101,7 @@ def rollout(job: Job, iteration: int) -> RolloutBatch:
 
     samples, metrics = on_leaders(job.groups, generate) or (None, None)
     counted = job.groups.over_leaders(metrics)      # every source reports counts: they add up
-    total = {name: sum(m[name] for m in counted) for name in counted[0]} if counted else None
+    total = {name: sum(m.get(name, 0.0) for m in counted) for name in sorted(set().union(*counted))} if counted else None
     replay = job.context.replay if job.settings.routing.use_rollout_routing_replay else None
     return distribute(job.groups, job.where, samples, total, bool(job.source and job.source.rewards_are_advantages), replay)
 

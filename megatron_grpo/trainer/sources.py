@@ -137,7 +137,7 @@ class EngineSource:
     def __init__(self, link, tickets, *, prompts, held_out, order, tokenizer, rewards, hooks, settings, end: int, dp_rank: int, dp_size: int):
         self.link, self.held_out, self.tokenizer, self.rewards, self.hooks, self.settings = link, held_out, tokenizer, rewards, hooks, settings
         self.dp_rank, self.dp_size, self.rewards_are_advantages = dp_rank, dp_size, False
-        self.bar = Bar(dp_rank == 0)
+        self.bar, self.counted = Bar(dp_rank == 0), dict[str, float]()
         sampler = Sampler(
             link.client, prompts, order, rewards, tokenizer, settings.rollout, hooks=hooks, tickets=tickets, on_group=self.bar,
             return_routes=settings.routing.use_rollout_routing_replay, version_step=settings.trainer.num_steps_per_rollout,
@@ -151,7 +151,12 @@ class EngineSource:
         self.rewards_are_advantages = shape_rewards(
             samples, self.settings.algorithm.reward, self.settings.rollout.rollout_max_response_len, self.hooks.reward_post_process)
         counts = {f"rollout/{name}": value for name, value in rollout.books.metrics().items()}
-        return samples, counts | {"rollout/tokens_off_policy": float(rollout.off_policy_tokens)}
+        return samples, counts | {"rollout/tokens_off_policy": float(rollout.off_policy_tokens)} | self._engine_counts()
+
+    def _engine_counts(self) -> dict[str, float]:
+        """Of the client's requests since the last call."""
+        before, self.counted = self.counted, self.link.client.stats.metrics()
+        return {f"engine/{name}": value - before.get(name, 0.0) for name, value in self.counted.items()}
 
     def paused(self):
         """Inside, no request is at the engine; what was cut goes on after it."""

@@ -8,6 +8,8 @@ from megatron_grpo.settings import ConfigError
     (dict(sglang_urls=("http://a:1",), sglang_launch="local"), "--sglang-urls and --sglang-launch local both"),
     (dict(sglang_urls=("a:30000",)), "--sglang-urls a:30000: give http://host:port"),
     (dict(sglang_urls=("http://a:1", "http://a:1/")), "names a server twice"),
+    (dict(sglang_worker_urls=("http://a:1",)), "behind a router: give the router's address with --sglang-urls"),
+    (dict(sglang_urls=("http://a:1",), sglang_worker_urls=("b:1",)), "--sglang-worker-urls b:1: give http://host:port"),
     (dict(sglang_server_concurrency=0), "--sglang-server-concurrency 0: give a number above 0"),
     (dict(sglang_retries=-1), "--sglang-retries -1: give 0 or more"),
     (dict(sglang_server_args='--a "b'), "--sglang-server-args .*close the quotation mark"),

@@ -6,6 +6,7 @@ import torch
 from megatron_grpo.weights.config import WeightsConfig
 from tests.weights import tiny
 
+LAYOUT = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1"]
 SEQUENCES = torch.randint(3, 512, (32, 24), generator=torch.Generator().manual_seed(5))
 
 
@@ -20,11 +21,11 @@ def server(sglang_server):
 
 
 def publish(path, url, directory, mode):
-    """Publish changed weights; the trainer's log-probs of the sequences, on each rank."""
+    """Publish changed weights; this rank's part of the trainer's logits [B, S, V / tp]."""
     from megatron_grpo.weights import load_hf_checkpoint
     from megatron_grpo.weights.hf_config import read_hf_config
     from megatron_grpo.weights.publish import WeightPublisher
-    _, chunks = tiny.start(path, ["--expert-model-parallel-size", "2"])
+    _, chunks = tiny.start(path, LAYOUT)
     model = tiny.live(path, chunks)
     load_hf_checkpoint(model, path)
     for shard in model.shards():
@@ -33,9 +34,7 @@ def publish(path, url, directory, mode):
     report = publisher.publish([url], f"{mode}-7")
     publisher.close()
     with torch.no_grad():
-        logits = chunks[0].eval()(SEQUENCES, torch.arange(SEQUENCES.shape[1]).expand(len(SEQUENCES), -1), None)
-    logp = logits.log_softmax(-1)[:, :-1].gather(-1, SEQUENCES[:, 1:, None])[..., 0]
-    return report, logp
+        return report, chunks[0].eval()(SEQUENCES, torch.arange(SEQUENCES.shape[1]).expand(len(SEQUENCES), -1), None)
 
 
 @pytest.mark.engine
@@ -44,7 +43,8 @@ def test_log_probs_after_publishing(pool, server, tmp_path, mode):
     from megatron_grpo.weights.control import EngineControl
     engine = EngineControl(server.url, 120)
     before = torch.tensor(engine.logprobs(SEQUENCES.tolist()))
-    report, logp = pool.run(publish, str(server.model_path), server.url, str(tmp_path), mode, ranks=2, timeout=500)[0]
+    (report, left), (_, right), *_ = pool.run(publish, str(server.model_path), server.url, str(tmp_path), mode, ranks=4, timeout=500)
+    logp = torch.cat([left, right], -1).log_softmax(-1)[:, :-1].gather(-1, SEQUENCES[:, 1:, None])[..., 0]
     assert report.updated == (server.url,) and report.attempts == 1
     assert engine.weight_version() == f"{mode}-7"
     after = torch.tensor(engine.logprobs(SEQUENCES.tolist()))
