@@ -67,8 +67,9 @@ def check_model(model: Any) -> None:
         model: Megatron's TransformerConfig.
 
     Raises:
-        ConfigError: names the flag to change.
+        ConfigError: names each flag to change, one a line.
     """
+    refused = []
     balancing = model.moe_router_load_balancing_type
     balancing = [balancing] if isinstance(balancing, str) else list(balancing)
     graphs, impl = _graphed(model)
@@ -93,7 +94,9 @@ def check_model(model: Any) -> None:
          "no routes for them", "use a model without them, or drop routing replay"),
     ):
         if bad:
-            raise ConfigError(f"routing replay cannot work with {flag}: {why}. {fix[0].upper()}{fix[1:]}.")
+            refused.append(f"routing replay cannot work with {flag}: {why}. {fix[0].upper()}{fix[1:]}.")
+    if refused:
+        raise ConfigError("\n".join(refused))
 
 
 def _graphed(model):

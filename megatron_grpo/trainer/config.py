@@ -9,6 +9,8 @@ from ..settings import ConfigError, setting
 class TrainerConfig:
     platform: str = setting("cuda", "cuda, or cpu: an unmodified Megatron-Core over gloo, for laptops and tests", choices=("cuda", "cpu"))
     force_platform_cpu: bool = setting(False, "--platform cpu also where a CUDA device is visible, which the run then cannot use")
+    dry_run: bool = setting(False, "print the resolved algorithm, the layout, the expected memory per GPU and every refusal, for WORLD_SIZE GPUs "
+                                   "or the fewest that the layout allows, and end; needs no GPU and no weights")
     loss_type: str = setting("policy_loss", "policy_loss: reinforcement learning; sft: supervised warm start on the prompts' labels",
                              choices=("policy_loss", "sft"))
     num_steps_per_rollout: int = setting(1, "optimizer steps per rollout batch", unit="steps")

@@ -7,7 +7,9 @@ A Megatron script of your own passes `add_grpo_args` as its extra_args_provider 
 
 import argparse
 import sys
+import traceback
 from dataclasses import dataclass
+from functools import partial
 
 from ..algorithms import AlgorithmChoice, resolve_algorithm
 from ..config import AdvantageConfig, CorrectionConfig, GRPOConfig, KLConfig, LossConfig, RewardConfig
@@ -49,6 +51,10 @@ class Settings:
     packing: PackingConfig
 
 
+# Sections that are checked one by one; the algorithm's are resolved together with its recipe (algorithms.py).
+SECTIONS: dict[str, type] = dict(trainer=TrainerConfig, hooks=HookConfig, prompts=PromptConfig, rollout=RolloutConfig, verifier=VerifierConfig,
+                                 engine=EngineConfig, weights=WeightsConfig, routing=RoutingConfig, packing=PackingConfig)
+
 # A warm start is the plain REINFORCE loss with advantage 1 on the labels: the mean negative log-likelihood of their tokens.
 SUPERVISED = GRPOConfig(advantage=AdvantageConfig(advantage_estimator="reinforce"),
                         loss=LossConfig(ratio="none", surrogate="reinforce", reducer="token_mean"))
@@ -67,23 +73,43 @@ def parse_args(argv: list[str] | None = None, extra_args_provider=add_grpo_args)
     """Parse and validate the whole command line and install what it asks for; sets Megatron's global variables.
 
     Raises:
-        ConfigError: a setting, or a pair of settings, that cannot work.
+        ConfigError: settings that cannot work, all of them.
     """
+    args = read_args(argv, extra_args_provider)
+    args.grpo = resolve(args)
+    validate(args)
+    from megatron.training.global_vars import set_global_variables
+    set_global_variables(args, build_tokenizer=False)      # prompts are tokenized by the Hugging Face tokenizer
+    return args
+
+
+def read_args(argv: list[str] | None = None, extra_args_provider=add_grpo_args) -> argparse.Namespace:
+    """Every flag as given, nothing checked yet but that it exists; installs the platform that it asks for."""
     if argv is not None:
         sys.argv[1:] = argv
     if given("--platform", sys.argv) == "cpu":
         platform_cpu.install(force="--force-platform-cpu" in sys.argv)
     from megatron.training.arguments import parse_args as megatron_parse_args
-    from megatron.training.arguments import validate_args
-    from megatron.training.global_vars import set_global_variables
+    return megatron_parse_args(extra_args_provider)
 
-    args = megatron_parse_args(extra_args_provider)
-    args.grpo = resolve(args)
-    validate_args(args)
+
+def validate(args: argparse.Namespace) -> argparse.Namespace:
+    """Megatron's own validation of `args`, which also derives flags from others.
+
+    Raises:
+        ConfigError: what Megatron's assertion says.
+    """
+    from megatron.training.arguments import validate_args
     from megatron.training.vocab_utils import calculate_padded_vocab_size
+    try:
+        validate_args(args)
+    except AssertionError as error:
+        failed = traceback.extract_tb(error.__traceback__)[-1].line
+        raise ConfigError(f"Megatron refuses the flags: {error if str(error) else failed}") from error
     args.padded_vocab_size = calculate_padded_vocab_size(args.vocab_size, args.make_vocab_size_divisible_by,
                                                          args.tensor_model_parallel_size, logging_enabled=False)
-    set_global_variables(args, build_tokenizer=False)      # prompts are tokenized by the Hugging Face tokenizer
+    # Micro-batches differ in length, and stages must tell each other; Megatron's validation sets it to False.
+    args.variable_seq_lengths = args.pipeline_model_parallel_size > 1
     return args
 
 
@@ -91,25 +117,36 @@ def resolve(args: argparse.Namespace) -> Settings:
     """Settings from parsed flags; also fills the Megatron flags that follow from ours.
 
     Raises:
-        ConfigError: a setting, or a pair of settings, that cannot work.
+        ConfigError: settings, or pairs of settings, that cannot work; one line each.
     """
-    trainer = from_namespace(TrainerConfig, args)
-    settings = Settings(
-        algorithm=resolve_algorithm(args) if trainer.loss_type == "policy_loss" else SUPERVISED, trainer=trainer,
-        verifier=from_namespace(VerifierConfig, args), hooks=from_namespace(HookConfig, args),
-        prompts=from_namespace(PromptConfig, args), rollout=from_namespace(RolloutConfig, args), engine=from_namespace(EngineConfig, args),
-        weights=from_namespace(WeightsConfig, args), routing=from_namespace(RoutingConfig, args), packing=from_namespace(PackingConfig, args))
-    _model_from_hf(args, settings.weights)
-    if settings.trainer.platform == "cpu":
-        platform_cpu.check(args)
-    if trainer.loss_type == "sft" and settings.routing.replay:
-        raise ConfigError("--loss-type sft samples nothing, so there are no experts to replay: drop --use-routing-replay and "
-                          "--use-rollout-routing-replay")
-    _batch_size(args, settings)
-    _unequal_lengths(args)
-    if settings.routing.use_routing_replay or settings.routing.use_rollout_routing_replay:
+    refused: list[str] = []
+
+    def attempt(call, *needs):
+        """call(*needs), unless a need was refused already."""
+        if any(need is None for need in needs):
+            return None
+        try:
+            return call(*needs)
+        except ConfigError as error:
+            refused.append(str(error))
+
+    parts = {name: attempt(partial(from_namespace, cls, args)) for name, cls in SECTIONS.items()}
+    trainer, weights, routing, rollout = (parts[name] for name in ("trainer", "weights", "routing", "rollout"))
+    supervised = trainer is not None and trainer.loss_type == "sft"
+    parts["algorithm"] = SUPERVISED if supervised else attempt(partial(resolve_algorithm, args))
+    attempt(partial(_model_from_hf, args), weights)
+    if trainer is not None and trainer.platform == "cpu":
+        attempt(partial(platform_cpu.check, args))
+    if supervised and routing is not None and routing.replay:
+        refused.append("--loss-type sft samples nothing, so there are no experts to replay: drop --use-routing-replay and "
+                       "--use-rollout-routing-replay")
+    attempt(partial(_batch_size, args), trainer, rollout)
+    attempt(partial(_unequal_lengths, args))
+    if refused:
+        raise ConfigError("\n".join(refused))
+    if routing.replay:
         args.moe_enable_routing_replay = True   # routers then ask a replay object for their experts
-    return settings
+    return Settings(**parts)
 
 
 def _model_from_hf(args, weights: WeightsConfig) -> None:
@@ -122,10 +159,10 @@ def _model_from_hf(args, weights: WeightsConfig) -> None:
     apply_hf_config(args, weights.hf_checkpoint)
 
 
-def _batch_size(args, settings: Settings) -> None:
+def _batch_size(args, trainer: TrainerConfig, rollout: RolloutConfig) -> None:
     """Megatron's --global-batch-size counts samples of an optimizer step; ours follow from the rollout."""
-    rollout, steps = settings.rollout, settings.trainer.num_steps_per_rollout
-    samples = rollout.rollout_batch_size * (rollout.n_samples_per_prompt if settings.trainer.loss_type == "policy_loss" else 1)
+    steps = trainer.num_steps_per_rollout
+    samples = rollout.rollout_batch_size * (rollout.n_samples_per_prompt if trainer.loss_type == "policy_loss" else 1)
     if samples % steps:
         raise ConfigError(f"a rollout of {samples} samples (--rollout-batch-size x --n-samples-per-prompt) cannot be split into "
                           f"--num-steps-per-rollout {steps} equal optimizer steps; change one of them")
@@ -146,8 +183,6 @@ def _batch_size(args, settings: Settings) -> None:
 
 def _unequal_lengths(args) -> None:
     """Micro-batches differ in length, over time and between data-parallel ranks: what in Megatron takes them for equal."""
-    if args.pipeline_model_parallel_size > 1:
-        args.variable_seq_lengths = True
     if args.num_experts and args.moe_token_dispatcher_type == "allgather":
         if given("--moe-token-dispatcher-type", sys.argv):
             raise ConfigError("--moe-token-dispatcher-type allgather gathers equally many tokens from every expert-parallel rank, and packed "

@@ -32,12 +32,7 @@ def model_provider(pre_process=True, post_process=True, vp_stage=None, config=No
     settings = gpt_config_from_args(args, config)
     config, named = settings.transformer, settings.transformer_layer_spec
     ours = platform_cpu.installed() and named is None
-    contiguous = args.cp_layout == "contiguous" and config.context_parallel_size > 1
-    if contiguous and config.mtp_num_layers:
-        raise ConfigError("--mtp-num-layers shifts tokens over zigzag chunks: use --cp-layout zigzag")
-    if contiguous and not ours and named is None:
-        raise ConfigError("--cp-layout contiguous: Transformer Engine's attention takes zigzag chunks; use --cp-layout zigzag, or name "
-                          "an attention that gathers its keys by --spec")
+    contiguous = check_cp_layout(args)
     if ours:
         block, mtp = platform_cpu.layer_spec(config, vp_stage, contiguous), platform_cpu.mtp_spec(config, vp_stage)
     else:
@@ -56,6 +51,22 @@ def model_provider(pre_process=True, post_process=True, vp_stage=None, config=No
     if ours and hasattr(model, "rotary_pos_emb"):
         model.rotary_pos_emb.cp_group = platform_cpu.ONE_RANK    # all positions: the attention takes this rank's own
     return model
+
+
+def check_cp_layout(args) -> bool:
+    """Whether tokens are cut into contiguous shards.
+
+    Raises:
+        ConfigError: the model cannot work on them.
+    """
+    if args.cp_layout != "contiguous" or args.context_parallel_size == 1:
+        return False
+    if args.mtp_num_layers:
+        raise ConfigError("--mtp-num-layers shifts tokens over zigzag chunks: use --cp-layout zigzag")
+    if args.spec is None and not platform_cpu.installed():
+        raise ConfigError("--cp-layout contiguous: Transformer Engine's attention takes zigzag chunks; use --cp-layout zigzag, or name "
+                          "an attention that gathers its keys by --spec")
+    return True
 
 
 def _megatron_spec(settings, vp_stage):

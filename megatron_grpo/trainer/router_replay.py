@@ -143,7 +143,7 @@ class RouterReplay:
         Raises:
             ConfigError: replay would be bypassed: names the flag to change, or the Megatron release to install or patch.
         """
-        _check_interface()
+        check_interface()
         chunks, config = [], None
         for chunk in model:
             inner = _unwrap(chunk)
@@ -179,7 +179,8 @@ class RouterReplay:
                                f"layers {[sorted(c) for c in self._chunks]}: something routes without asking")
 
 
-def _check_interface():
+def check_interface() -> None:
+    """Refuse a Megatron-Core whose routers do not ask for replayed experts."""
     from megatron.core.package_info import __shortversion__ as version
     from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function as topk
 

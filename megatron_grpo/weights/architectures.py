@@ -16,12 +16,14 @@ type Flags = dict[str, Any]
 
 @dataclass(frozen=True)
 class Architecture:
-    """`flags` and `config` are inverse to each other on what they can express."""
+    """`flags` and `config` are inverse to each other on what they can express, which has experts (`moe`) and MLA (`latent`) or not."""
 
     name: str
     model_type: str
     flags: Callable[[Config], Flags]
     config: Callable[[Mapping[str, Any]], Config]
+    moe: bool = True
+    latent: bool = False
 
 
 def require(holds: bool, what: str) -> None:
@@ -31,11 +33,17 @@ def require(holds: bool, what: str) -> None:
 
 # ---- what all of them share -----------------------------------------------------------------------------------------
 
-def common_flags(config: Config) -> Flags:
+def rope_of(config: Config) -> Config:
+    """The position embedding's settings, `rope_type` included, wherever this config.json keeps them."""
     rope = {"rope_theta": config.get("rope_theta"), "partial_rotary_factor": config.get("partial_rotary_factor"),
             **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    require(kind == "default", f"rope_type {kind!r} has no counterpart in Megatron's GPT model here; only unscaled RoPE is supported")
+    return rope | dict(rope_type=rope.get("rope_type", rope.get("type", "default")))
+
+
+def common_flags(config: Config, rope_types: tuple[str, ...] = ("default",)) -> Flags:
+    rope = rope_of(config)
+    kind = rope["rope_type"]
+    require(kind in rope_types, f"rope_type {kind!r} has no counterpart in Megatron's GPT model here; supported: {', '.join(rope_types)}")
     require(config["hidden_act"] == "silu", f"hidden_act {config['hidden_act']!r} is not supported, only silu")
     require(not config.get("use_sliding_window"), "use_sliding_window is not supported")
     theta = float(rope["rope_theta"] or 10000.0)
@@ -112,36 +120,76 @@ def qwen2_moe_config(flags: Mapping[str, Any]) -> Config:
 
 # ---- GLM ------------------------------------------------------------------------------------------------------------
 
-def glm4_moe_flags(config: Config) -> Flags:
+def sigmoid_moe_flags(config: Config) -> Flags:
+    """Experts of GLM-4.5 and DeepSeek-V3: sigmoid scores, expert bias, groups, shared experts, dense layers at first."""
     require(config["norm_topk_prob"], "norm_topk_prob false: Megatron's sigmoid router always normalises")
     groups, group_topk, topk = config.get("n_group") or 1, config.get("topk_group") or 1, config["num_experts_per_tok"]
     require(groups == 1 or topk == 2 * group_topk, f"n_group {groups} with topk_group {group_topk}: a group's score is the sum of its best "
                                                    f"2 experts, in Megatron of its best {topk} / topk_group")
     dense = config["first_k_dense_replace"]
     layers = [int(i >= dense) for i in range(config["num_hidden_layers"])]
-    return common_flags(config) | moe_flags(config, config["n_routed_experts"], layers) | dict(
-        qk_layernorm=bool(config.get("use_qk_norm")), add_qkv_bias=bool(config.get("attention_bias")),
+    return moe_flags(config, config["n_routed_experts"], layers) | dict(
         moe_shared_expert_intermediate_size=config["n_shared_experts"] * config["moe_intermediate_size"],
         moe_router_score_function="sigmoid", moe_router_pre_softmax=False, moe_router_dtype="fp32",
         moe_router_enable_expert_bias=True, moe_router_topk_scaling_factor=config["routed_scaling_factor"],
         moe_router_num_groups=groups if groups > 1 else None, moe_router_group_topk=group_topk if groups > 1 else None)
 
 
-def glm4_moe_config(flags: Mapping[str, Any]) -> Config:
-    config = common_config(flags) | moe_config(flags)
-    config["rope_parameters"] |= dict(partial_rotary_factor=flags["rotary_percent"])
-    return config | dict(
-        partial_rotary_factor=flags["rotary_percent"], use_qk_norm=flags["qk_layernorm"], attention_bias=flags["add_qkv_bias"],
+def sigmoid_moe_config(flags: Mapping[str, Any]) -> Config:
+    return moe_config(flags) | dict(
         n_routed_experts=flags["num_experts"], first_k_dense_replace=moe_layers(flags).index(1), norm_topk_prob=True,
         n_shared_experts=(flags["moe_shared_expert_intermediate_size"] or 0) // flags["moe_ffn_hidden_size"],
         routed_scaling_factor=flags["moe_router_topk_scaling_factor"] or 1.0, n_group=flags["moe_router_num_groups"] or 1,
         topk_group=flags["moe_router_group_topk"] or 1, num_nextn_predict_layers=0)
 
 
+def glm4_moe_flags(config: Config) -> Flags:
+    return common_flags(config) | sigmoid_moe_flags(config) | dict(
+        qk_layernorm=bool(config.get("use_qk_norm")), add_qkv_bias=bool(config.get("attention_bias")))
+
+
+def glm4_moe_config(flags: Mapping[str, Any]) -> Config:
+    config = common_config(flags) | sigmoid_moe_config(flags)
+    config["rope_parameters"] |= dict(partial_rotary_factor=flags["rotary_percent"])
+    return config | dict(partial_rotary_factor=flags["rotary_percent"], use_qk_norm=flags["qk_layernorm"],
+                         attention_bias=flags["add_qkv_bias"])
+
+
+# ---- DeepSeek -------------------------------------------------------------------------------------------------------
+
+YARN = dict(factor="rotary_scaling_factor", beta_fast="beta_fast", beta_slow="beta_slow", mscale="mscale", mscale_all_dim="mscale_all_dim",
+            original_max_position_embeddings="original_max_position_embeddings")
+YARN_DEFAULTS = dict(beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=0.0)
+LATENT = dict(q_lora_rank="q_lora_rank", kv_lora_rank="kv_lora_rank", qk_nope_head_dim="qk_head_dim", qk_rope_head_dim="qk_pos_emb_head_dim",
+              v_head_dim="v_head_dim")
+
+
+def deepseek_v3_flags(config: Config) -> Flags:
+    require(not config.get("attention_bias"), "attention_bias: Megatron's latent attention has no biases")
+    rope = rope_of(config)
+    flags = common_flags(config, ("default", "yarn")) | sigmoid_moe_flags(config) | dict(
+        multi_latent_attention=True, group_query_attention=False, num_query_groups=None, kv_channels=config["v_head_dim"], qk_layernorm=True,
+        rotary_percent=1.0, rope_type="rope")
+    flags |= {ours: config[theirs] for theirs, ours in LATENT.items()}
+    if rope["rope_type"] == "yarn":
+        flags |= dict(rope_type="yarn") | {ours: (YARN_DEFAULTS | rope)[theirs] for theirs, ours in YARN.items()}
+    return flags
+
+
+def deepseek_v3_config(flags: Mapping[str, Any]) -> Config:
+    config = common_config(flags | dict(group_query_attention=False)) | sigmoid_moe_config(flags)
+    del config["head_dim"]
+    config |= {theirs: flags[ours] for theirs, ours in LATENT.items()}
+    if flags["rope_type"] == "yarn":
+        config["rope_parameters"] |= dict(rope_type="yarn") | {theirs: flags[ours] for theirs, ours in YARN.items()}
+    return config
+
+
 ARCHITECTURES: dict[str, Architecture] = {a.name: a for a in (
-    Architecture("Qwen3ForCausalLM", "qwen3", qwen3_flags, common_config),
+    Architecture("Qwen3ForCausalLM", "qwen3", qwen3_flags, common_config, moe=False),
     Architecture("Qwen3MoeForCausalLM", "qwen3_moe", lambda config: qwen3_flags(config) | qwen_moe_flags(config),
                  lambda flags: common_config(flags) | qwen_moe_config(flags)),
     Architecture("Glm4MoeForCausalLM", "glm4_moe", glm4_moe_flags, glm4_moe_config),
+    Architecture("DeepseekV3ForCausalLM", "deepseek_v3", deepseek_v3_flags, deepseek_v3_config, latent=True),
     Architecture("Qwen2MoeForCausalLM", "qwen2_moe", qwen2_moe_flags, qwen2_moe_config),
 )}

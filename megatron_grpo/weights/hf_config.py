@@ -106,7 +106,7 @@ def hf_config_from_args(args: argparse.Namespace) -> dict[str, Any]:
         return read_hf_config(args.hf_checkpoint) | dict(dtype=_dtype_name(args))
     flags, misses = vars(args), {}
     for architecture in ARCHITECTURES.values():
-        if bool(flags["num_experts"]) != ("Moe" in architecture.name):
+        if (bool(flags["num_experts"]), bool(flags.get("multi_latent_attention"))) != (architecture.moe, architecture.latent):
             continue
         config = architecture.config(flags)
         says = architecture.flags(config)

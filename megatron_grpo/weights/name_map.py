@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
-from .splits import Split, columns, gated, qkv, vocabulary, whole
+from .splits import Split, columns, gated, qkv, rows, vocabulary, whole
 
 LAYER, HF_LAYER = "decoder.layers.{layer}.", "model.layers.{layer}."
 
@@ -81,6 +81,20 @@ ATTENTION = (
     in_layer("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", whole),
     in_layer("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", whole),
 )
+LATENT_ATTENTION = (            # MLA; Transformer Engine keeps the down-projections whole on every tensor-parallel rank
+    in_layer("input_layernorm.weight", "input_layernorm.weight", whole),
+    in_layer("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight", whole),
+    in_layer("self_attention.q_layernorm.weight", "self_attn.q_a_layernorm.weight", whole),
+    in_layer("self_attention.linear_q_up_proj.layer_norm_weight", "self_attn.q_a_layernorm.weight", whole),       # Transformer Engine
+    in_layer("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight", rows),
+    in_layer("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight", rows),                           # without q_lora_rank
+    in_layer("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", whole),
+    in_layer("self_attention.kv_layernorm.weight", "self_attn.kv_a_layernorm.weight", whole),
+    in_layer("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attn.kv_a_layernorm.weight", whole),     # Transformer Engine
+    in_layer("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", rows),
+    in_layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight", columns),
+    in_layer("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", whole),
+)
 DENSE_MLP = (
     in_layer("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight", whole),               # Transformer Engine
     *mlp("mlp", "mlp"),
@@ -100,5 +114,7 @@ NAME_MAP: dict[str, tuple[Entry, ...]] = {
     "Qwen3ForCausalLM": DENSE,
     "Qwen3MoeForCausalLM": DENSE + ROUTED_EXPERTS,
     "Glm4MoeForCausalLM": DENSE + ROUTED_EXPERTS + EXPERT_BIAS + mlp("mlp.shared_experts", "mlp.shared_experts"),
+    "DeepseekV3ForCausalLM": (EMBEDDINGS + LATENT_ATTENTION + DENSE_MLP + ROUTED_EXPERTS + EXPERT_BIAS
+                              + mlp("mlp.shared_experts", "mlp.shared_experts")),
     "Qwen2MoeForCausalLM": DENSE + ROUTED_EXPERTS + mlp("mlp.shared_experts", "mlp.shared_expert") + SHARED_EXPERT_GATE,
 }

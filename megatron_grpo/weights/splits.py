@@ -3,6 +3,7 @@
 A split answers, for tensor-parallel rank r of n: which block of which Hugging Face tensor lies where in this rank's shard?
 Loading reads the blocks, exporting writes them back, so the two can not disagree.
 
+    rows        cut along dim 0
     columns     [..., n * b] cut along dim 1 (row-parallel weights)
     whole       every rank holds all of it (norms, router)
     vocabulary  rows, of which those at and above the vocabulary size are Megatron's padding and exist on no disk
@@ -64,6 +65,11 @@ Split = Callable[[Shape, Geometry, int, int], tuple[list[Shape], list[Block]]]
 
 def whole(shape: Shape, geometry: Geometry, rank: int, size: int):
     return [shape], [Block(0, (0, shape[0]), (0, shape[0]))]
+
+
+def rows(shape: Shape, geometry: Geometry, rank: int, size: int):
+    height = shape[0]
+    return [(height * size, *shape[1:])], [Block(0, (rank * height, (rank + 1) * height), (0, height))]
 
 
 def columns(shape: Shape, geometry: Geometry, rank: int, size: int):

@@ -4,7 +4,7 @@ import sys
 import types
 
 import pytest
-from transformers import Glm4MoeConfig, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import DeepseekV3Config, Glm4MoeConfig, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
 
 from megatron_grpo.settings import ConfigError
 from megatron_grpo.weights.hf_config import apply_hf_config, config_from_hf, hf_config_from_args
@@ -17,6 +17,9 @@ CONFIGS = [
     Qwen2MoeConfig(vocab_size=100, num_hidden_layers=4, num_experts=8, norm_topk_prob=False, head_dim=128, mlp_only_layers=[]),
     Glm4MoeConfig(vocab_size=100, num_hidden_layers=4, first_k_dense_replace=2, n_routed_experts=8, n_shared_experts=2, num_mtp_layers=0,
                   head_dim=128, use_qk_norm=True, attention_bias=True, routed_scaling_factor=2.5, n_group=4, topk_group=4),
+    DeepseekV3Config(vocab_size=100, num_hidden_layers=4, first_k_dense_replace=1, n_routed_experts=16, num_nextn_predict_layers=0, rope_parameters={
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096}),
 ]
 
 
