@@ -37,7 +37,8 @@ class Gate:
         return self._opened.is_set()
 
     async def wait(self) -> None:
-        await self._opened.wait()
+        while not self.is_open:         # it may have closed again before the waiter's turn came
+            await self._opened.wait()
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """The engine's generate; the caller has waited for the gate."""

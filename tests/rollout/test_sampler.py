@@ -12,6 +12,7 @@ from megatron_grpo.batch import Sample, Status
 from megatron_grpo.hooks import FilterOutput, Hooks
 from megatron_grpo.rollout.engine import EngineError
 from megatron_grpo.rollout.filters import any_reward_nonzero_std, reward_nonzero_std
+from megatron_grpo.rollout.gate import Gate
 from megatron_grpo.settings import ConfigError
 
 from .simulated import EOS, StubRewards, Tokenizer, lengths, make_sampler, same
@@ -304,6 +305,21 @@ def test_a_pause_holds_everything_back():
         sampler.resume()
         return await rollout
     assert len(run_virtual(run()).groups) == 2
+
+
+def test_a_gate_that_opens_for_a_moment_lets_nothing_pass():
+    async def run():
+        gate = Gate(SimulatedEngine(lengths()), "a", "b")
+        waiting = asyncio.ensure_future(gate.wait())
+        await asyncio.sleep(1)
+        gate.open("a")
+        gate.open("b")
+        await gate.close("b")
+        await asyncio.sleep(1)
+        assert not waiting.done()
+        gate.open("b")
+        await waiting
+    run_virtual(run())
 
 
 def test_the_engine_must_return_the_support_that_was_asked_for():
