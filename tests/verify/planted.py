@@ -1,0 +1,84 @@
+"""Faults that trainers have had, planted in the rank that takes the step."""
+
+from megatron_grpo.verify import take_steps
+
+
+def factor_of_cp():
+    """The loss of a rank counts once for every context-parallel rank."""
+    from megatron_grpo.trainer import forward
+    right = forward.loss_function
+
+    def wrong(mb, logits):
+        loss, *rest = right(mb, logits)
+        return (loss * mb.context.cp_group.size(), *rest)
+    forward.loss_function = wrong
+
+
+def whitening_over_dp_only():
+    """Each context-parallel rank whitens by the mean and the variance of its own tokens."""
+    from megatron.core import mpu
+
+    from megatron_grpo.trainer import loop
+    right = loop.fill_advantages
+    loop.fill_advantages = lambda *args, **groups: right(*args, **groups | dict(dp_cp_group=mpu.get_data_parallel_group()))
+
+
+def returns_of_the_local_chunk():
+    """Returns end where a rank's chunk ends, whatever follows on other ranks."""
+    from megatron_grpo.advantages import compute
+    right = compute.discounted_returns
+    compute.discounted_returns = lambda *args, **kwargs: right(*args, **kwargs | dict(cp_group=None))
+
+
+def gather_without_gradient():
+    """What a rank's loss asks of another rank's tokens is lost."""
+    from megatron_grpo.parallel import collectives
+    collectives._SequenceSums.backward = staticmethod(lambda ctx, grad: (grad[ctx.saved_tensors[0]], None, None, None))
+
+
+def no_auxiliary_loss_scale():
+    """Auxiliary losses keep the scale 1, as if there were one micro-batch."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+    MoEAuxLossAutoScaler.set_loss_scale = staticmethod(lambda scale: None)
+
+
+def trained_tokens_as_divisor():
+    """--calculate-per-token-loss divides by the trained tokens, and auxiliary losses were multiplied by all."""
+    from megatron_grpo.trainer import forward
+    right = forward.loss_function
+
+    def wrong(mb, logits):
+        loss, _, metrics = right(mb, logits)
+        return loss / mb.context.positions * mb.counts.tokens, mb.mask_T.sum().int(), metrics
+    forward.loss_function = wrong
+
+
+def two_values_per_token():
+    """--calculate-per-token-loss gets the values that belong to a job without it."""
+    from megatron_grpo.trainer import forward
+    right = forward.loss_function
+
+    def wrong(mb, logits):
+        loss, _, metrics = right(mb, logits)
+        return loss / mb.context.positions * (mb.context.num_microbatches * mb.context.dp_size), metrics
+    forward.loss_function = wrong
+
+
+def mean_of_micro_batches():
+    """The loss of the step is the mean over micro-batches of each one's mean."""
+    from dataclasses import replace
+
+    from megatron_grpo.trainer.microbatch import MicroBatch
+    right = MicroBatch.loss_inputs
+
+    def wrong(mb, *args):
+        inputs, count = right(mb, *args), mb.context.num_microbatches * mb.context.dp_size
+        own = dict(tokens=float(mb.seq_tokens_S.sum()) * count, sequences=float((mb.seq_tokens_S > 0).sum()) * count)
+        return replace(inputs, counts=replace(inputs.counts, **own))
+    MicroBatch.loss_inputs = wrong
+
+
+def steps(fault: str, *args):
+    """take_steps with a fault."""
+    globals()[fault]()
+    return take_steps(*args)
