@@ -340,8 +340,22 @@ class Sampler:
         groups = copy.deepcopy([g for g in groups if g.done or self.hooks.rollout is None])
         for group in groups:
             group.claimed = False
-        return {"position": self.tickets.drawn(), "prompts": self.order.size, "seed": self.order.seed, "kind": self._kind(), "groups": groups,
-                "returned": sorted([*self.returned, *again])}
+        return self._order() | {"position": self.tickets.drawn(), "kind": self._kind(), "groups": groups,
+                                "returned": sorted([*self.returned, *again])}
+
+    def _order(self) -> dict[str, int]:
+        """What says which prompt stands at which position."""
+        return {"prompts": self.order.size, "shuffle": self.order.shuffle, "seed": self.order.seed}
+
+    def untrained(self, groups: list[SampleGroup], damaged: Container[int]) -> list[Group]:
+        """Groups that were handed out and not trained on, for `state_dict`; those of damaged samples lack them, and sample them again."""
+        out = []
+        for group in groups:
+            good = {s.sample_id: s for s in group.samples if s.sample_id not in damaged}
+            whole = len(good) == len(group.samples)
+            growing = [] if whole else self._trajectories(group.group_id, without=good)
+            out.append(Group(group.group_id, growing, samples=good, done=whole))
+        return out
 
     def _kind(self) -> tuple[int, bool, bool]:
         """What every group of a step has to have in common: samples, routes, sampling masks."""
@@ -355,11 +369,10 @@ class Sampler:
         Raises:
             ConfigError: the prompts are not those of that run.
         """
-        for name in ("prompts", "seed"):
-            saved, now = states[0][name], {"prompts": self.order.size, "seed": self.order.seed}[name]
-            if saved != now:
+        for name, now in self._order().items():
+            if (saved := states[0][name]) != now:
                 raise ConfigError(f"the checkpoint's rollouts drew from {name} {saved}, this run has {now}: give the same --prompt-data "
-                                  "(or --prompt-task, --prompt-task-size) and --rollout-seed")
+                                  "(or --prompt-task, --prompt-task-size), --rollout-shuffle and --rollout-seed")
         groups, returned = [g for s in states for g in s["groups"]], [r for s in states for r in s["returned"]]
         if states[0]["kind"] != self._kind():
             groups, returned = [], [*returned, *((g.position, g.tries) for g in groups)]

@@ -89,8 +89,8 @@ def mismatch_metrics(parts: Sequence[RouteMismatch], pp_group: dist.ProcessGroup
 
 
 def find_damage(part: RouteMismatch, layout: Layout, sample_ids: Sequence[int], floor: float, cp_rank: int = 0,
-                tp_rank: int = 0) -> RouteAuditError | None:
-    """The sample and layer whose agreement is below `floor`, lowest first; None when there is none.
+                tp_rank: int = 0) -> list[RouteAuditError]:
+    """The samples with a layer whose agreement is below `floor`, each with its worst layer; the worst sample first.
 
     What the checks of `audit` cannot see: legal experts that are another layer's, or those of other weights.
 
@@ -106,10 +106,11 @@ def find_damage(part: RouteMismatch, layout: Layout, sample_ids: Sequence[int], 
     sums[1].index_add_(0, seq_T, part.counted_TL.float())
     agreement_SL, rows_SL = sums.cpu().numpy()
     share_SL = np.where(rows_SL >= MIN_ROWS, agreement_SL / np.maximum(rows_SL, 1), 1.0)
-    if share_SL.size == 0 or share_SL.min() >= floor:
-        return None
-    s, column = divmod(int(share_SL.argmin()), share_SL.shape[1])
-    return RouteAuditError(
-        sample_ids[s], f"only {share_SL[s, column]:.0%} of the engine's experts are the trainer's own (--router-agreement-floor {floor})",
+    if share_SL.size == 0:
+        return []
+    worst_S = share_SL.argmin(1)
+    lowest_S = share_SL.min(1)
+    return [RouteAuditError(
+        sample_ids[s], f"only {lowest_S[s]:.0%} of the engine's experts are the trainer's own (--router-agreement-floor {floor})",
         "permuted layers, or routes of other weights: the engine was not updated, or its prefix cache outlived the update",
-        layer=part.layers[column])
+        layer=part.layers[worst_S[s]]) for s in lowest_S.argsort() if lowest_S[s] < floor]

@@ -22,7 +22,11 @@ from .plan import MiniStepPlan, SampleCard, StepScalars, plan_rollout
 
 
 class RolloutFailed(RuntimeError):
-    """A leader could not produce its share. Raised on every rank, with the leader's message."""
+    """A rollout cannot be trained on: a leader could not produce its share, or `damaged` samples show in it. Raised on every rank."""
+
+    def __init__(self, message: str, damaged: frozenset[int] = frozenset()):
+        super().__init__(message)
+        self.damaged = damaged
 
 
 @dataclass

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from ..losses.metrics import derived
 from ..parallel.collectives import reduce_maxima, reduce_means
+from ..routing.audit import RouteAuditError
 from ..routing.mismatch import RouteMismatch, find_damage, mismatch_metrics
 from .build import is_last_stage
 from .distribute import RolloutBatch, RolloutFailed
@@ -86,8 +87,8 @@ def route_metrics(job: "Job") -> dict:
         return {}
     parts = _whole(job.context.mismatches)
     floor, where = job.settings.routing.router_agreement_floor, job.where
-    damage = next(filter(None, (find_damage(part, mb.layout, mb.sample_ids, floor, where.cp_rank, where.tp_rank) for mb, part in parts)), None)
-    raise_together(job, None if damage is None else str(damage))
+    damage = [e for mb, part in parts for e in find_damage(part, mb.layout, mb.sample_ids, floor, where.cp_rank, where.tp_rank)]
+    raise_together(job, damage)
     pipeline = mpu.get_pipeline_model_parallel_group()
     own = {k: (float(s), float(n)) for k, (s, n) in mismatch_metrics([part for _, part in parts], pipeline).items()}
     stages: list = [None] * pipeline.size()
@@ -101,12 +102,14 @@ def route_metrics(job: "Job") -> dict:
     return {name: (torch.tensor(value), torch.tensor(1.0)) for name, value in reduced.items()}
 
 
-def raise_together(job: "Job", error: str | None) -> None:
-    """Raise on every rank if any rank has an error; collective over all ranks."""
-    if any_rank(error is not None, job.trained.device):
-        errors: list = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, error)
-        raise RolloutFailed("\n".join(f"rank {rank}: {e}" for rank, e in enumerate(errors) if e))
+def raise_together(job: "Job", damage: list[RouteAuditError]) -> None:
+    """Raise on every rank if any rank found damaged samples; each rank's first is told. Collective over all ranks."""
+    if any_rank(bool(damage), job.trained.device):
+        found: list = [None] * dist.get_world_size()
+        dist.all_gather_object(found, [(e.sample_id, str(e)) for e in damage])
+        damaged = frozenset(sample for errors in found for sample, _ in errors)
+        raise RolloutFailed("\n".join([f"routes of {len(damaged)} samples are damaged",
+                                       *(f"rank {rank}: {errors[0][1]}" for rank, errors in enumerate(found) if errors)]), damaged)
 
 
 def _whole(mismatches: list) -> list:
