@@ -47,15 +47,26 @@ class Job:
 
 def run(args, model_provider) -> None:
     """A whole run; every rank calls it with `args` from flags.parse_args."""
+    with stop_signals() as signals:
+        initialize(args)
+        if dist.get_rank() == 0:
+            print(describe(args.grpo.algorithm, args.algorithm), flush=True)
+        with watched() as failures, make_job(args, model_provider) as job, failures.told():
+            job.signals = signals
+            train(job)
+
+
+@contextmanager
+def stop_signals():
+    """The signals received so far that ask for a stop. Afterwards they are ignored: the end of the interpreter would die of one."""
     signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda received, frame: signals.append(received))
-    initialize(args)
-    if dist.get_rank() == 0:
-        print(describe(args.grpo.algorithm, args.algorithm), flush=True)
-    with watched() as failures, make_job(args, model_provider) as job, failures.told():
-        job.signals = signals
-        train(job)
+    try:
+        yield signals
+    finally:
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
 
 
 def train(job: Job) -> None:
