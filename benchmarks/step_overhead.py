@@ -46,9 +46,9 @@ def write_job(directory: str, o) -> list[str]:
             loss_mask=np.ones(response, bool), rollout_logp=np.full(response, -np.log(o.vocab), np.float32), reward=float(rng.normal())))
     torch.save(samples, os.path.join(directory, "samples_0_0.pt"))
     return ["--algorithm", "grpo", "--no-use-kl-loss", "--use-dynamic-batch-size", "--max-tokens-per-gpu", str(o.tokens),
-            "--seq-length", str(o.tokens), "--rollout-batch-size", str(o.samples // 4), "--n-samples-per-prompt", "4", "--rollout-max-response-len", str(o.length),
-            "--train-iters", "100000", "--lr", "1e-6", "--moe-router-load-balancing-type", "none", "--hf-checkpoint", directory,
-            "--load-debug-rollout-data", os.path.join(directory, "samples_{step}_{dp_rank}.pt")]
+            "--seq-length", str(o.tokens), "--rollout-batch-size", str(o.samples // 4), "--n-samples-per-prompt", "4",
+            "--rollout-max-response-len", str(o.length), "--train-iters", "100000", "--lr", "1e-6", "--moe-router-load-balancing-type", "none",
+            "--hf-checkpoint", directory, "--load-debug-rollout-data", os.path.join(directory, "samples_{step}_{dp_rank}.pt")]
 
 
 def language_model_step(job, microbatches):

@@ -9,6 +9,8 @@ import torch
 
 from ..batch import Sample, Status
 from ..settings import given
+from ..weights.architectures import moe_layers
+from ..weights.hf_config import config_from_hf
 
 OURS = ("--all-layouts", "--full", "--quick")
 SMALL = dict(hidden_size=64, intermediate_size=96, moe_intermediate_size=32, head_dim=16, num_attention_heads=4, num_key_value_heads=2,
@@ -28,8 +30,13 @@ EVEN = 32       # tokens of each sample of equal length: no layout on up to 8 ra
 # Flags that say which samples and sizes, which the step brings, or that leave a rank with a part of its gradients.
 REPLACED = ("--hf-checkpoint", "--load", "--save", "--prompt-data", "--global-batch-size", "--micro-batch-size", "--train-iters", "--seq-length",
             "--rollout-batch-size", "--n-samples-per-prompt", "--max-tokens-per-gpu", "--data-pad-size-multiplier", "--rollout-max-response-len",
-            "--ref-load", "--clip-grad", "--num-steps-per-rollout", "--use-distributed-optimizer", "--overlap-grad-reduce",
-            "--overlap-param-gather", "--use-dynamic-batch-size")
+            "--ref-load", "--router-agreement-floor", "--clip-grad", "--num-steps-per-rollout", "--use-distributed-optimizer",
+            "--overlap-grad-reduce", "--overlap-param-gather", "--use-dynamic-batch-size")
+# How a GPU computes and communicates, which changes no number beyond rounding; the reference runs on the host.
+KERNELS = ("--attention-backend", "--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "--moe-grouped-gemm", "--moe-flex-dispatcher-backend",
+           "--moe-shared-expert-overlap", "--overlap-moe-expert-parallel-comm", "--distributed-backend", "--transformer-impl", "--fp8-format",
+           "--moe-token-dispatcher-type", "--cuda-graph-impl", "--moe-permute-fusion", "--moe-router-fusion", "--tp-comm-overlap", "--nccl-ub",
+           "--optimizer-cpu-offload", "--fine-grained-activation-offloading")
 LAYOUT = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size", "--expert-model-parallel-size",
           "--expert-tensor-parallel-size", "--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage",
           "--cp-layout", "--qkv-format", "--micro-batch-size", "--cp-comm-type", "--recompute-granularity", "--recompute-method",
@@ -67,6 +74,8 @@ def prepare(directory: str, argv: list[str]) -> list[str]:
         network.save_pretrained(model)
         for i, samples in enumerate((hard_samples(config["vocab_size"]), even_samples(config["vocab_size"]))):
             _sample_from(network, samples)
+            if "--use-rollout-routing-replay" in flags:
+                _route(samples, config_from_hf(model))
             torch.save(samples, os.path.join(directory, f"samples_{i}_0.pt"))
         for p in network.parameters():
             p.add_(torch.randn_like(p) * 0.1 * p.std(unbiased=False))
@@ -75,16 +84,19 @@ def prepare(directory: str, argv: list[str]) -> list[str]:
     step = STEP + (PADDED if given("--qkv-format", flags) == "bshd" else PACKED)
     if any(key in config for key in EXPERTS):
         step += [w for pair in AUXILIARY.items() if given(pair[0], flags) is None for w in pair]
+    if "--use-rollout-routing-replay" in flags:
+        step += ["--router-agreement-floor", "0"]       # the experts of the samples are random
     return [*step, *flags, "--hf-checkpoint", model, "--ref-load", reference,
             "--load-debug-rollout-data", os.path.join(directory, "samples_{step}_{dp_rank}.pt")]
 
 
 def one_rank(flags: list[str]) -> list[str]:
-    """The same step without its layout: packed, nothing recomputed, one way of scaling."""
+    """The same step without its layout: packed, nothing recomputed, one way of scaling; on the CPU platform, where float64 works."""
     reducer = []
     if "--calculate-per-token-loss" in flags and given("--algorithm", flags) is None and given("--reducer", flags) is None:
         reducer = ["--reducer", "token_mean"]       # what the flag stands for without --algorithm
-    return [*without(flags, *LAYOUT), *reducer, "--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096"]
+    return [*without(flags, *LAYOUT, *KERNELS, "--platform"), *reducer, "--platform", "cpu", "--force-platform-cpu",
+            "--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096"]
 
 
 def _small_config(flags: list[str]) -> dict[str, Any]:
@@ -148,3 +160,12 @@ def _sample_from(network, samples: list[Sample]) -> None:
         tokens = torch.from_numpy(s.tokens)
         logp = network(tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None]).squeeze(1)
         s.rollout_logp = s.rollout_logp + logp[s.prompt_length - 1:].numpy()
+
+
+def _route(samples: list[Sample], flags: dict[str, Any]) -> None:
+    """Experts for every token and MoE layer at random, as no router of the model would choose them."""
+    rng = np.random.default_rng(7)
+    layers, experts, topk = sum(moe_layers(flags)), flags["num_experts"], flags["moe_router_topk"]
+    for s in samples:
+        order = rng.random((len(s.tokens) - 1, layers, experts)).argsort(-1)
+        s.routes = order[..., :topk].astype(np.int8)
