@@ -19,11 +19,12 @@ def main(argv: list[str] | None = None) -> int:
         return _fail("interrupted", 1)
     except Exception as error:
         from .rollout.engine import EngineError
+        from .trainer.checkpoint import CheckpointFailed
         from .trainer.distribute import RolloutFailed
         from .trainer.failure import PeerFailed
         if isinstance(error, PeerFailed):
             return _fail(f"ended because {error}", 1)
-        if not isinstance(error, EngineError | RolloutFailed):
+        if not isinstance(error, CheckpointFailed | EngineError | RolloutFailed):
             traceback.print_exc()
         return _fail(f"{type(error).__name__}: {error}", 1)
 

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..settings import ConfigError
 from ..weights import LiveModel, ModelGroups, has_weights, load_hf_checkpoint, save_hf_checkpoint
 from ..weights.hf_config import read_hf_config
 from . import platform_cpu
+from .resharding import any_number_of_optimizers
 
 
 @dataclass
@@ -69,14 +71,26 @@ def initialize(args) -> None:
 
 
 def build(args, model_provider) -> Trained:
-    """Model, optimizer and schedule, with the weights of --load or else of --hf-checkpoint; sets `args.iteration`."""
+    """Model, optimizer and schedule, with the weights of --load or else of --hf-checkpoint; sets `args.iteration`.
+
+    Raises:
+        ConfigError: the checkpoint's schedule does not fit the flags.
+    """
     from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
     from megatron.core.enums import ModelType
     from megatron.core.utils import get_model_config
     from megatron.training.checkpointing import checkpoint_exists
     from megatron.training.training import setup_model_and_optimizer
 
-    model, optimizer, scheduler = setup_model_and_optimizer(ModelType.encoder_or_decoder, model_provider_func=model_provider)
+    try:
+        with any_number_of_optimizers():
+            model, optimizer, scheduler = setup_model_and_optimizer(ModelType.encoder_or_decoder, model_provider_func=model_provider)
+    except AssertionError as error:
+        if not str(error).startswith("OptimizerParamScheduler:"):
+            raise
+        raise ConfigError(f"--load {args.load}: its schedule is not that of these flags ({error}): to go on with that of the flags, e.g. to "
+                          "another --train-iters, give --override-opt-param-scheduler; with its own, --use-checkpoint-opt-param-scheduler"
+                          ) from error
     config = get_model_config(model[0])
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = config.finalize_model_grads_func or finalize_model_grads

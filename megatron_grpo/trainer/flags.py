@@ -20,7 +20,7 @@ from ..rollout.config import EngineConfig, PromptConfig, RolloutConfig
 from ..routing.config import RoutingConfig
 from ..settings import ConfigError, add_arguments, from_namespace, given
 from ..weights.config import WeightsConfig
-from . import platform_cpu
+from . import checkpoint, platform_cpu
 from .config import TrainerConfig
 
 GROUPS = {
@@ -142,6 +142,7 @@ def resolve(args: argparse.Namespace) -> Settings:
                        "--use-rollout-routing-replay")
     attempt(partial(_batch_size, args), trainer, rollout)
     attempt(partial(_unequal_lengths, args))
+    attempt(partial(checkpoint.check, args), trainer)
     if refused:
         raise ConfigError("\n".join(refused))
     if routing.replay:

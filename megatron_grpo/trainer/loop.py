@@ -13,6 +13,7 @@ from ..routing.placement import RouteStore
 from . import checkpoint
 from .advantages import fill_advantages, prepare_corrections
 from .build import Trained, build, initialize, is_last_stage, is_logger
+from .checkpoint import Checkpoints
 from .distribute import Placement, RolloutBatch, agree, distribute, on_leaders
 from .engine_link import EngineLink
 from .failure import watched
@@ -21,10 +22,11 @@ from .forward import StepContext
 from .groups import ControlGroups, any_rank, make_control_groups
 from .measure import evaluation_metrics, record, route_metrics
 from .reference import Reference, load_reference
+from .resharding import check_layout
 from .router_replay import RouterReplay
 from .run_log import Phases, RunLog
 from .sample_log import write_samples
-from .sources import load_data, make_source, save_samples
+from .sources import LeaderState, load_data, make_source, save_samples
 from .step import StepResult, logprob_pass, optimizer_step
 
 
@@ -42,12 +44,15 @@ class Job:
     engine: EngineLink | None       # None in a supervised or recorded run
     source: Any = None           # on leaders: sources.py
     reference: Reference | None = None
+    checkpoints: Checkpoints | None = None                  # None without --save
     signals: list[int] = field(default_factory=list)        # received, each asks for a stop
 
 
 def run(args, model_provider) -> None:
     """A whole run; every rank calls it with `args` from flags.parse_args."""
     with stop_signals() as signals:
+        if args.save:
+            checkpoint.start_result_queue()
         initialize(args)
         if dist.get_rank() == 0:
             print(describe(args.grpo.algorithm, args.algorithm), flush=True)
@@ -95,8 +100,10 @@ def train(job: Job) -> None:
         if _due(done, args.eval_interval, args.train_iters):
             evaluate(job, done)
         stopping = _stop_asked(job)
-        if args.save and (_due(done, args.save_interval, args.train_iters) or stopping):
-            save(job, done)
+        if job.checkpoints is not None:
+            if _due(done, args.save_interval, args.train_iters) or stopping:
+                save(job, done)
+            job.checkpoints.finish(wait=stopping or done == args.train_iters)
         if stopping:
             job.log.message(f"stopped by a signal after step {done}; resume with --load" if args.save else "stopped by a signal; no --save")
             return
@@ -177,10 +184,15 @@ def paused(job: Job):
 def save(job: Job, done: int) -> None:
     """A checkpoint, and with --save-hf a Hugging Face directory."""
     with paused(job):
-        state = on_leaders(job.groups, lambda: job.source.state())
-    checkpoint.save(job.args, job.trained, job.groups, done, state, job.settings.trainer.keep_checkpoints)
+        state = on_leaders(job.groups, lambda: LeaderState.of(job.source, job.reference))
+    job.checkpoints.save(job.trained, done, state)
     if job.settings.weights.save_hf:
         job.trained.save_hf(job.settings.weights.save_hf.format(iteration=done))
+
+
+def _check_checkpoint(args) -> None:
+    checkpoint.repair_pointer(args.load)
+    check_layout(args)
 
 
 def _due(done: int, interval: int | None, last: int) -> bool:
@@ -213,9 +225,7 @@ def make_job(args, model_provider):
             engine = EngineLink(args, groups, directory)
             stack.callback(engine.close)
             engine.launch()
-        if dist.get_rank() == 0:
-            checkpoint.repair_pointer(args.load)
-        dist.barrier()
+        on_leaders(groups, lambda: _check_checkpoint(args) if dist.get_rank() == 0 else None)
         trained = build(args, model_provider)
         replay = None
         if settings.routing.replay:
@@ -223,7 +233,7 @@ def make_job(args, model_provider):
         reference = load_reference(args, trained) if settings.algorithm.needs_reference else None
         if engine is not None:
             engine.connect(trained, replay)
-        source = on_leaders(groups, lambda: make_source(args, data, engine, groups, hooks))
+        source = on_leaders(groups, lambda: make_source(args, data, engine, groups, hooks, reference))
         if source is not None:
             stack.callback(source.close)
         parallel = args.sequence_parallel
@@ -237,4 +247,5 @@ def make_job(args, model_provider):
             algorithm=settings.algorithm, hooks=hooks, vocab_size=args.vocab_size, temperature=settings.rollout.rollout_temperature,
             tp_group=mpu.get_tensor_model_parallel_group(), cp_group=mpu.get_context_parallel_group(),
             dp_size=mpu.get_data_parallel_world_size(), per_token_loss=args.calculate_per_token_loss, replay=replay, store=RouteStore())
-        yield Job(args, settings, trained, groups, where, context, log, engine, source, reference)
+        checkpoints = Checkpoints(args, groups, settings.trainer.keep_checkpoints) if args.save else None
+        yield Job(args, settings, trained, groups, where, context, log, engine, source, reference, checkpoints)

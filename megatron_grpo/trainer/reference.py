@@ -1,19 +1,27 @@
 """The reference policy: frozen weights on the host, swapped into the model for one forward pass."""
 
+import hashlib
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 from ..weights.live import unwrap
+
+BLOCKS, BLOCK = 16, 4096        # of each file, in bytes
 
 
 class Reference:
     """Host copies of the reference's parameters and buffers, in the order of the model's.
 
     `applied()` swaps them in and puts the policy's bits back afterwards; the optimizer's own copies are not touched.
+
+    Attributes:
+        identity: says in a checkpoint which weights these are.
     """
 
-    def __init__(self, model: list):
+    def __init__(self, model: list, identity: str = ""):
+        self.identity = identity
         self.tensors = [t.detach().to("cpu", copy=True) for t in _state(model)]
 
     @contextmanager
@@ -54,10 +62,23 @@ def load_reference(args, trained) -> Reference:
             setattr(args, name, value)
     else:
         raise ConfigError(f"the KL needs a reference model: {where} holds neither safetensors nor a Megatron checkpoint; give --ref-load")
-    reference = Reference(model)
+    reference = Reference(model, _identity(where))
     _copy(_state(model), policy.tensors)
     trained.optimizer.reload_model_params()     # loading may have touched the optimizer's copies
     return reference
+
+
+def _identity(where: str) -> str:
+    """A digest of the safetensors in a directory, wherever it is: their sizes and some blocks of each, not every byte."""
+    found = hashlib.sha256()
+    for path in sorted(Path(where).glob("*.safetensors")):
+        size = path.stat().st_size
+        found.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for i in range(BLOCKS):
+                file.seek(i * size // BLOCKS)
+                found.update(file.read(BLOCK))
+    return found.hexdigest()
 
 
 def _state(model: list) -> list[torch.Tensor]:

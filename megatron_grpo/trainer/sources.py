@@ -4,7 +4,7 @@ Every source has the same face, and lives on leaders only:
 
     next(step) -> (samples, counts)       the samples of the rollout that starts at optimizer step `step`, and counts that add up over leaders
     paused()                              inside, nothing is generated or drawn
-    state() / restore(states)             what a checkpoint keeps; ask for it while the sources of all leaders are paused
+    state() / restore(states)             what a checkpoint keeps (recorded rollouts: nothing); ask for it while all leaders' sources are paused
     close()
     rewards_are_advantages                whether a reward hook made the last rollout's rewards advantages already
 """
@@ -111,8 +111,6 @@ class RecordedSource:
 
     def state(self) -> dict:
         return {}
-
-    def restore(self, states: list[dict]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -225,21 +223,56 @@ def load_data(args) -> Data | None:
     return Data(tokenizer, prompts, held_out, PromptOrder(len(prompts), settings.prompts.rollout_shuffle, settings.prompts.rollout_seed))
 
 
-def make_source(args, data: Data | None, link, groups, hooks):
+@dataclass
+class LeaderState:
+    """What a leader keeps in a checkpoint.
+
+    Attributes:
+        source: the kind of source whose `state` it is.
+        reference: the identity of the KL's reference, None without one.
+    """
+
+    source: str
+    state: dict
+    reference: str | None
+
+    @classmethod
+    def of(cls, source, reference) -> "LeaderState":
+        return cls(type(source).__name__, source.state(), reference and reference.identity)
+
+
+def restore(source, states: list[LeaderState], args, reference) -> None:
+    """Go on where the checkpoint's leaders stood.
+
+    Raises:
+        ConfigError: they did something else than this run, or had another reference and --ref-load does not say that this is meant.
+    """
+    then = states[0]
+    if reference is not None and then.reference not in (None, reference.identity) and not args.grpo.trainer.ref_load:
+        raise ConfigError(f"--load {args.load}: its KL had another reference than --hf-checkpoint {args.grpo.weights.hf_checkpoint} holds now; "
+                          "give the one that is meant by --ref-load")
+    if isinstance(source, RecordedSource):      # recorded rollouts stand by themselves
+        return
+    if then.source != type(source).__name__:
+        raise ConfigError(f"--load {args.load}: step {args.iteration} is of another kind of run ({then.source}, this is a {type(source).__name__}), "
+                          "and says nothing about which prompts to draw: start anew from its weights with --finetune")
+    source.restore([state.state for state in states])
+
+
+def make_source(args, data: Data | None, link, groups, hooks, reference):
     """The leader's source that the flags ask for, restored to the position of the checkpoint that was loaded."""
     settings, at = args.grpo, dict(dp_rank=groups.dp_rank, dp_size=groups.dp_size)
     if data is None:
-        return RecordedSource(settings.trainer.load_debug_rollout_data, **at)
-    if settings.trainer.loss_type == "sft":
-        source: Any = SupervisedSource(data.prompts, data.order, data.tokenizer, settings.rollout, **at)
+        source: Any = RecordedSource(settings.trainer.load_debug_rollout_data, **at)
+    elif settings.trainer.loss_type == "sft":
+        source = SupervisedSource(data.prompts, data.order, data.tokenizer, settings.rollout, **at)
     else:
         tickets = LocalTickets() if groups.dp_size == 1 else StoreTickets(
             default_store(), groups.dp_rank, groups.dp_size, settings.rollout.rollout_ahead)
         source = EngineSource(link, tickets, prompts=data.prompts, held_out=data.held_out, order=data.order, tokenizer=data.tokenizer,
                               rewards=Rewards(settings.verifier, hooks.rm), hooks=hooks, settings=settings, end=args.train_iters, **at)
-    states = load_leader_states(args.load, args.iteration) if args.load and args.iteration else []
-    if states:
-        source.restore(states)
+    if args.load and args.iteration:
+        restore(source, load_leader_states(args.load, args.iteration), args, reference)
     return source
 
 

@@ -39,15 +39,18 @@ class FaultServer:
             return await handler(request)
 
         app = web.Application(client_max_size=1 << 28, middlewares=[note_key])
-        app.add_routes([web.post("/generate", self.generate), web.get("/health", self.health), web.get("/server_info", self.server_info),
-                        web.get("/model_info", self.model_info), web.post("/abort_request", self.abort_request),
-                        web.post("/update_weights_from_disk", self.update)])
+        app.add_routes(self.routes())
         self.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self.runner.setup()
         site = web.TCPSite(self.runner, "127.0.0.1", self.port, reuse_address=True)
         await site.start()
         self.port = site._server.sockets[0].getsockname()[1]
         return self
+
+    def routes(self) -> list:
+        return [web.post("/generate", self.generate), web.get("/health", self.health), web.get("/server_info", self.server_info),
+                web.get("/model_info", self.model_info), web.post("/abort_request", self.abort_request),
+                web.post("/update_weights_from_disk", self.update)]
 
     @property
     def url(self) -> str:

@@ -171,6 +171,13 @@ def _optimizer():
         for own in self.optimizer.state.values():
             own["step"] = torch.tensor(step)
 
+    set_states = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def without_step(self, model_param, tensors):
+        """A fully reshardable checkpoint has the step among its common state only, and torch's Adam is asked for it here."""
+        return set_states(self, model_param, {"step": None} | tensors)
+
     if not HAVE_APEX_OR_TE:
         DistributedOptimizer.state_dict = with_step
+        DistributedOptimizer._set_main_param_and_optimizer_states = without_step
         DistributedOptimizer.load_state_dict = with_own_steps
