@@ -119,20 +119,6 @@ class WeightPublisher:
             raise EngineError(f"no engine could take weights {version}: {'; '.join(report.left_out.values()) or 'there is none'}")
         return report
 
-    def catch_up(self, url: str, version: str) -> bool:
-        """On rank 0 alone: bring an engine that came back to the newest weights on disk.
-
-        Returns:
-            False when there are none: with --weight-sync distributed it follows at the next `publish`.
-
-        Raises:
-            EngineError: it did not take them.
-        """
-        if self.current is None:
-            return False
-        self._update_from_disk(self._engine(url), version)
-        return True
-
     def close(self) -> None:
         """Leave the broadcast group. The newest weights stay on disk: an engine that reloads needs them."""
         self._leave_group(broken=False)

@@ -433,3 +433,5 @@ def test_a_state_of_other_prompts_is_refused():
     state = make_sampler(count=10).state_dict()
     with pytest.raises(ConfigError, match="drew from prompts 10, this run has 1000.*--prompt-data"):
         make_sampler().load_state_dict([state])
+    with pytest.raises(ConfigError, match="drew from shuffle False, this run has True.*--rollout-shuffle"):
+        make_sampler(count=10).load_state_dict([state | {"shuffle": False}])
