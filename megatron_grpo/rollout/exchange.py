@@ -43,12 +43,15 @@ def exchange_samples(samples: list[Sample], destination: Mapping[int, int], owne
     if missing:
         raise ValueError(f"data-parallel rank {rank} does not hold its samples {missing[:5]}")
     result = [own[i] for i, to in destination.items() if to == rank and owner[i] == rank]
+    sources = {owner[i] for i, to in destination.items() if to == rank}
+    leaving: dict[int, list[int]] = {}
+    for i in sorted(own.keys() & destination.keys()):
+        leaving.setdefault(destination[i], []).append(i)
     for step in range(1, size):
         assert group is not None
         to, source = (rank + step) % size, (rank - step) % size
-        outgoing = [own.pop(i) for i in sorted(destination) if owner[i] == rank and destination[i] == to]
-        incoming = any(owner[i] == source and destination[i] == rank for i in destination)
-        result += _swap(pack(outgoing) if outgoing else None, to, source if incoming else None, group)
+        outgoing = [own.pop(i) for i in leaving.get(to, ())]
+        result += _swap(pack(outgoing) if outgoing else None, to, source if source in sources else None, group)
     return sorted(result, key=lambda s: s.sample_id)
 
 
