@@ -167,8 +167,7 @@ def test_rollouts_ahead_with_partial_rollouts_over_broadcast_weights(pool, tmp_p
     assert sum(m["rollout/samples_failed"] for m in steps) >= len(SPOILT) >= PROMPTS // 2
     ids = [s.sample_id for own in trained for s in own]
     assert len(ids) == len(set(ids))
-    states = [torch.load(file, weights_only=False) for file in (tmp_path / "run" / "grpo" / f"iter_{STEPS:07d}").iterdir()]
-    states = [state if isinstance(state, dict) else state.state for state in states]
+    states = [torch.load(file, weights_only=False).state for file in (tmp_path / "run" / "grpo" / f"iter_{STEPS:07d}").iterdir()]
     held = [g.position for state in states for g in state["groups"]] + [p for state in states for p, _ in state["returned"]]
     assert sorted([*{s.group_id for own in trained for s in own}, *held]) == list(range(max(state["position"] for state in states)))
 
