@@ -77,11 +77,20 @@ start() {
   return 1
 }
 
-stop() {
-  local file
+stop() {      # jobs first, then the daemons; whatever has not ended 10 seconds later is killed
+  local file pid pids=()
+  export SLURM_CONF=$D/slurm.conf
+  timeout 10 scancel --user=root 2>/dev/null || true
+  for _ in $(seq 40); do [ -z "$(timeout 10 squeue --noheader 2>/dev/null)" ] && break; sleep 0.5; done
   for file in "$D"/slurmd.*.pid "$D/slurmctld.pid" "$D/munged.pid"; do
-    if [ -f "$file" ]; then kill "$(cat "$file")" 2>/dev/null || true; fi
+    if [ -f "$file" ]; then pids+=("$(cat "$file")"); fi
   done
+  for pid in $(pgrep -x slurmstepd); do
+    if grep -qs "SLURM_CONF=$D/slurm.conf" "/proc/$pid/environ"; then pids+=("$pid"); fi
+  done
+  kill "${pids[@]}" 2>/dev/null || true
+  for _ in $(seq 20); do kill -0 "${pids[@]}" 2>/dev/null || return 0; sleep 0.5; done
+  kill -KILL "${pids[@]}" 2>/dev/null || true
 }
 
 command=${1:?install, start or stop}

@@ -90,9 +90,6 @@ def slurm(tmp_path_factory):
         "GPUS_PER_NODE": "1", "SGLANG": f"{sys.executable} -m megatron_grpo.rollout.server",
         "SERVER_ARGS": shlex.join([*CPU_ARGS, "--dtype", "float32", "--skip-server-warmup", "--enable-return-routed-experts"])}
     yield cluster
-    subprocess.run(["scancel", "--signal=KILL", "--user=root"], env=cluster.environment, timeout=30)
-    subprocess.run(["scancel", "--user=root"], env=cluster.environment, timeout=30)
-    time.sleep(1)
     subprocess.run([script, "stop", directory], check=True, timeout=60)
 
 
