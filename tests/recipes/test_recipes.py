@@ -140,3 +140,20 @@ def test_the_script_prints_the_plan():
 def test_configs_are_readable_json():
     for name in MODELS:
         assert json.loads((RECIPES / name / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def table_row(name: str, found) -> str:
+    """A recipe's line of docs/recipes.md."""
+    args, m, last = found.args, found.memory[found.fullest], found.memory[-1]
+    layout = (f"TP {args.tensor_model_parallel_size}, CP {args.context_parallel_size}, PP {args.pipeline_model_parallel_size}, "
+              f"DP {args.data_parallel_size}, EP {args.expert_model_parallel_size}")
+    sizes = [m.weights, m.gradients, m.optimizer, last.logits, m.layer_inputs, m.total, found.megatron]
+    cells = [f"`{name}`", f"`{args.algorithm}`", str(args.world_size), layout, f"{memory.model_parameters(args) / 1e9:.1f} B",
+             f"{m.parameters / 1e9:.2f} B", *(f"{size / memory.GIB:.1f}" for size in sizes)]
+    return f"| {' | '.join(cells)} |"
+
+
+def test_the_table_of_the_docs(plans):
+    page = (RECIPES.parents[1] / "docs" / "recipes.md").read_text()
+    missing = [row for name, found in plans.items() if (row := table_row(name, found)) not in page]
+    assert not missing, "docs/recipes.md needs\n" + "\n".join(missing)

@@ -9,7 +9,11 @@ QWEN3_MOE = dict(num_experts=8, norm_topk_prob=True, mlp_only_layers=[1])
 QWEN2_MOE = dict(num_experts=8, norm_topk_prob=False, mlp_only_layers=[], shared_expert_intermediate_size=48, qkv_bias=True)
 GLM4_MOE = dict(n_routed_experts=8, n_shared_experts=2, first_k_dense_replace=1, use_qk_norm=True, attention_bias=True, n_group=1,
                 topk_group=1, routed_scaling_factor=1.5, norm_topk_prob=True, num_mtp_layers=0)
-KINDS = {"qwen3_moe": ("Qwen3Moe", QWEN3_MOE), "glm4_moe": ("Glm4Moe", GLM4_MOE), "qwen2_moe": ("Qwen2Moe", QWEN2_MOE),
+DEEPSEEK_V3 = dict(n_routed_experts=8, n_shared_experts=2, first_k_dense_replace=1, n_group=2, topk_group=1, routed_scaling_factor=2.5,
+                   norm_topk_prob=True, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, head_dim=8,
+                   num_key_value_heads=8, num_nextn_predict_layers=0)
+KINDS = {"deepseek_v3": ("DeepseekV3", DEEPSEEK_V3),
+         "qwen3_moe": ("Qwen3Moe", QWEN3_MOE), "glm4_moe": ("Glm4Moe", GLM4_MOE), "qwen2_moe": ("Qwen2Moe", QWEN2_MOE),
          "qwen3": ("Qwen3", dict(tie_word_embeddings=True))}
 
 
