@@ -114,8 +114,7 @@ class SGLangClient:
         self.fleet = Fleet(self.urls, self.config, self._healthy, self._count_change)
         if check:
             found = await asyncio.gather(*(self._faults(server) for server in self.fleet.servers))
-            lines = [f"{url}: {fault}" for url, faults in zip(self.urls, found, strict=True) for fault in faults]
-            if lines:
+            if lines := [line for faults in found for line in faults]:
                 await self.close()
                 raise EngineError("\n".join(lines))
         self.fleet.watch()
@@ -140,18 +139,18 @@ class SGLangClient:
                 break
             except EngineError as error:
                 if time.monotonic() > deadline:
-                    return [f"not healthy within {self.config.sglang_start_timeout:g} s (--sglang-start-timeout): {error}"]
+                    return [f"{server.url}: not healthy within {self.config.sglang_start_timeout:g} s (--sglang-start-timeout): {error}"]
             await asyncio.sleep(0.5)
         probe = GenerationRequest("probe", [0, 1, 2], SamplingParams(4, ignore_eos=True), return_routes=self.model.routes is not None)
         try:
             for url in self._behind(server):
                 if faults := check_server(url, *await describe(self.wire, url), self.model):
-                    return faults
-            if fault := await vocabulary_fault(self.wire, server.url, self.model):
-                return [fault]
+                    return [f"{url}: {fault}" for fault in faults]
+                if fault := await vocabulary_fault(self.wire, url, self.model):
+                    return [f"{url}: {fault}"]
             await self._attempt(_Call(probe), server, 0)
         except (EngineError, Lost, BadResponse) as error:
-            return [f"a first request failed: {error}"]
+            return [f"{server.url}: a first request failed: {error}"]
         return []
 
     # ---- generation -------------------------------------------------------------------------------------------------------------

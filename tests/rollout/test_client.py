@@ -189,6 +189,26 @@ def test_abort_at_a_server_that_does_not_answer(monkeypatch):
     assert without.finish_reason == "abort" and len(without.output_ids) == 5
 
 
+def test_aborts_and_looks_go_to_the_workers_behind_a_router():
+    async def scenario(client, router):
+        workers = [await FaultServer().start() for _ in range(2)]
+        object.__setattr__(client.config, "sglang_worker_urls", tuple(w.url for w in workers))
+        await workers[0].die()
+        task = asyncio.create_task(client.generate(ask(tokens=60)))
+        await until(lambda: router.at_once)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await until(lambda: workers[1].aborts)
+        assert not router.aborts
+        await workers[0].start()
+        workers[0].info["enable_return_routed_experts"] = False
+        faults = await client._faults(client.fleet.servers[0])
+        await asyncio.gather(*(w.stop() for w in workers))
+        return workers[0].url, faults
+    url, faults = run(scenario, FaultServer(pause=0.05))
+    assert len(faults) == 1 and faults[0].startswith(f"{url}: ") and "--enable-return-routed-experts" in faults[0]
+
+
 def test_cancelled_request_is_aborted_at_the_server():
     async def scenario(client, server):
         task = asyncio.create_task(client.generate(ask(tokens=60)))
