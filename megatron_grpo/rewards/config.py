@@ -8,19 +8,19 @@ from ..settings import ConfigError, flag, setting
 @dataclass(frozen=True)
 class VerifierConfig:
     rm_type: tuple[str, ...] = setting(
-        (), "built-in rewards: task (the reasoning-gym task's own verifier), math (math-verify), remote (--rm-url); each is a named reward "
+        (), "built-in rewards: task (the reasoning-gym task's own verifier), exact (the response is the label), math (math-verify), remote (--rm-url); each is a named reward "
         "beside those of --custom-rm-path", nargs="+")
     rm_url: str | None = setting(None, "address that answers a POST of {prompt, response, label, metadata} with a number or a dictionary")
     reward_key: str | None = setting(None, "which of several named rewards is the reward; their sum when not given")
     rm_timeout: float = setting(30.0, "time limit of one reward; a later one counts as infrastructure failure, never as reward 0",
                                 unit="seconds")
-    rm_workers: int = setting(1, "processes for task and math, per data-parallel rank", unit="processes")
+    rm_workers: int = setting(1, "processes for task, exact and math, per data-parallel rank", unit="processes")
     rm_concurrency: int = setting(64, "remote and custom rewards computed at once, per data-parallel rank", unit="samples")
 
     def __post_init__(self):
-        unknown = set(self.rm_type) - {"task", "math", "remote"}
+        unknown = set(self.rm_type) - {"task", "exact", "math", "remote"}
         if unknown:
-            raise ConfigError(f"--rm-type {' '.join(sorted(unknown))}: choose among task, math, remote, or give --custom-rm-path")
+            raise ConfigError(f"--rm-type {' '.join(sorted(unknown))}: choose among task, exact, math, remote, or give --custom-rm-path")
         if ("remote" in self.rm_type) and not self.rm_url:
             raise ConfigError("--rm-type remote: give the address with --rm-url")
         for name in ("rm_timeout", "rm_workers", "rm_concurrency"):

@@ -8,6 +8,7 @@ This file is that process's program too, so it imports nothing of the package.
 """
 
 import asyncio
+import functools
 import json
 import os
 import signal
@@ -20,13 +21,24 @@ REPLY_LIMIT = 1 << 20       # bytes of one reply
 
 def score_task(response: str, label, metadata: dict) -> float:
     """The reasoning-gym task's own verifier, on what stands between <answer> tags, or on the whole text without them."""
-    import reasoning_gym
     from reasoning_gym.utils import extract_answer
 
     answer = extract_answer(response)
     entry = {"question": metadata.get("question", ""), "answer": label, "metadata": metadata}
-    score = reasoning_gym.get_score_answer_fn(metadata["source_dataset"])
-    return float(score(response.strip() if answer is None else answer, entry))
+    return float(_task_verifier(metadata["source_dataset"])(response.strip() if answer is None else answer, entry))
+
+
+@functools.cache
+def _task_verifier(task: str):
+    """Kept: reasoning-gym makes the whole task for it, word lists and all."""
+    import reasoning_gym
+
+    return reasoning_gym.get_score_answer_fn(task)
+
+
+def score_exact(response: str, label, metadata: dict) -> float:
+    """1 if the response is the label, surrounding space aside, else 0: no credit for a part that a policy could learn to game."""
+    return float(response.strip() == str(label).strip())
 
 
 def score_math(response: str, label, metadata: dict) -> float:
@@ -39,7 +51,7 @@ def score_math(response: str, label, metadata: dict) -> float:
     return float(verify(gold, parse(response)))
 
 
-VERIFIERS: dict[str, Callable[[str, object, dict], float]] = {"task": score_task, "math": score_math}
+VERIFIERS: dict[str, Callable[[str, object, dict], float]] = {"task": score_task, "exact": score_exact, "math": score_math}
 
 
 class VerifierError(RuntimeError):

@@ -166,7 +166,7 @@ def test_a_judge_that_is_not_there_aborts_the_sample():
 def test_settings_that_cannot_work_are_refused():
     with pytest.raises(ConfigError, match="no reward: give --rm-type"):
         Rewards(VerifierConfig())
-    with pytest.raises(ConfigError, match="--rm-type maths: choose among task, math, remote"):
+    with pytest.raises(ConfigError, match="--rm-type maths: choose among task, exact, math, remote"):
         VerifierConfig(rm_type=("maths",))
     with pytest.raises(ConfigError, match="--rm-type remote: give the address with --rm-url"):
         VerifierConfig(rm_type=("remote",))

@@ -8,7 +8,7 @@ import textwrap
 import pytest
 
 from megatron_grpo.rewards import verifiers
-from megatron_grpo.rewards.verifiers import VerifierError, VerifierPool, score_task
+from megatron_grpo.rewards.verifiers import VerifierError, VerifierPool, score_exact, score_task
 
 CHAIN = {"source_dataset": "chain_sum", "question": "1 + 2 ="}
 
@@ -18,6 +18,11 @@ CHAIN = {"source_dataset": "chain_sum", "question": "1 + 2 ="}
     ("<answer>4</answer><answer> 3 </answer>", 1.0), ("3 <answer>5</answer>", 0.0)])
 def test_a_tasks_own_verifier(response, score):
     assert score_task(response, "3", CHAIN) == score
+
+
+@pytest.mark.parametrize("response, score", [("nus", 1.0), (" nus\n", 1.0), ("nu", 0.0), ("nuss", 0.0), ("", 0.0), ("nuS", 0.0)])
+def test_no_credit_for_a_part(response, score):
+    assert score_exact(response, "nus", {}) == score
 
 
 def test_math_in_a_process_of_its_own():
