@@ -12,7 +12,7 @@ parameter are compared, and any line out of tolerance makes the exit code 1. No 
 
 from .command import main
 from .compare import Line, compare, table
-from .problem import one_rank, prepare, without
+from .problem import one_rank, prepare, with_layout, without
 from .step import Case, one_step, take_steps
 
-__all__ = ["Case", "Line", "compare", "main", "one_rank", "one_step", "prepare", "table", "take_steps", "without"]
+__all__ = ["Case", "Line", "compare", "main", "one_rank", "one_step", "prepare", "table", "take_steps", "with_layout", "without"]

@@ -15,7 +15,7 @@ from ..recipes import RECIPES
 from ..settings import given
 from .command import tolerance
 from .compare import compare, table
-from .problem import one_rank, prepare
+from .problem import one_rank, prepare, with_layout
 from .ranks import LocalRanks, RankFailed
 from .step import Case, take_steps
 
@@ -138,7 +138,7 @@ def verify_layouts(pool: LocalRanks, flags: list[str], cells: dict[Layout, list[
     compared = failed = 0
     for layout, cases in steps.items():
         try:
-            results = pool.run(take_steps, [*flags, *layout.flags], cases, ranks=layout.ranks, timeout=600)[-1]
+            results = pool.run(take_steps, with_layout(flags, layout.flags), cases, ranks=layout.ranks, timeout=600)[-1]
         except RankFailed as error:
             print(f"FAIL {layout}\n{error}", flush=True)
             failed += len(cases)

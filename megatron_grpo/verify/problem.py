@@ -23,6 +23,7 @@ EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 STEP = """--seq-length 64 --rollout-batch-size 6 --n-samples-per-prompt 4 --rollout-max-response-len 24 --train-iters 1 --lr 1e-3 --clip-grad 1e9
 --make-vocab-size-divisible-by 8 --moe-router-dtype fp64""".split()
 PACKED = ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "64", "--data-pad-size-multiplier", "4"]
+PACKING = ("--use-dynamic-batch-size", "--max-tokens-per-gpu", "--data-pad-size-multiplier")
 PADDED = ["--micro-batch-size", "3"]
 AUXILIARY = {"--moe-router-load-balancing-type": "aux_loss", "--moe-aux-loss-coeff": "0.05", "--moe-z-loss-coeff": "0.001"}
 EVEN = 32       # tokens of each sample of equal length: no layout on up to 8 ranks pads it
@@ -41,7 +42,7 @@ LAYOUT = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--c
           "--expert-tensor-parallel-size", "--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage",
           "--cp-layout", "--qkv-format", "--micro-batch-size", "--cp-comm-type", "--recompute-granularity", "--recompute-method",
           "--recompute-num-layers", "--recompute-modules", "--sequence-parallel", "--calculate-per-token-loss", "--recompute-activations",
-          "--recompute-loss-function", "--bf16", "--fp16", *PACKED[::2], "--use-dynamic-batch-size")
+          "--recompute-loss-function", "--bf16", "--fp16", *PACKING)
 
 
 def without(words: list[str], *names: str) -> list[str]:
@@ -81,13 +82,19 @@ def prepare(directory: str, argv: list[str]) -> list[str]:
             p.add_(torch.randn_like(p) * 0.1 * p.std(unbiased=False))
         network.save_pretrained(reference)
     flags = without(flags, *REPLACED)
-    step = STEP + (PADDED if given("--qkv-format", flags) == "bshd" else PACKED)
+    step = STEP + PACKED
     if any(key in config for key in EXPERTS):
         step += [w for pair in AUXILIARY.items() if given(pair[0], flags) is None for w in pair]
     if "--use-rollout-routing-replay" in flags:
         step += ["--router-agreement-floor", "0"]       # the experts of the samples are random
-    return [*step, *flags, "--hf-checkpoint", model, "--ref-load", reference,
-            "--load-debug-rollout-data", os.path.join(directory, "samples_{step}_{dp_rank}.pt")]
+    return with_layout([*step, "--hf-checkpoint", model, "--ref-load", reference,
+                        "--load-debug-rollout-data", os.path.join(directory, "samples_{step}_{dp_rank}.pt")], flags)
+
+
+def with_layout(flags: list[str], more: list[str]) -> list[str]:
+    """The step with these flags of a layout too."""
+    padded = given("--qkv-format", more) == "bshd"
+    return [*without(flags, *PACKING), *PADDED, *more] if padded else [*flags, *more]
 
 
 def one_rank(flags: list[str]) -> list[str]:

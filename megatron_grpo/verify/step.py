@@ -80,8 +80,6 @@ def _state(job) -> list[torch.Tensor]:
 
 def _configured(job, argv: list[str], case: Case):
     """The job with the case's algorithm, packing and auxiliary losses."""
-    from megatron.core.utils import get_model_config
-
     from ..algorithms import resolve_algorithm
     from ..trainer.flags import add_grpo_args
     from ..trainer.reference import load_reference
@@ -95,10 +93,9 @@ def _configured(job, argv: list[str], case: Case):
         packing = dataclasses.replace(where.packing, use_dynamic_batch_size=False, max_tokens_per_gpu=None)
         where = dataclasses.replace(where, packing=packing, micro_batch_size=1)
     coefficient = args.moe_aux_loss_coeff
-    for chunk in job.trained.model:
-        config = get_model_config(chunk)
-        config.moe_aux_loss_coeff = coefficient if case.single else [0.0] * len(coefficient) if isinstance(coefficient, list) else 0.0
-        config.moe_z_loss_coeff = args.moe_z_loss_coeff if case.single else None
+    for module in (m for chunk in job.trained.model for m in unwrap(chunk).modules() if hasattr(m, "config")):     # chunks have copies
+        module.config.moe_aux_loss_coeff = coefficient if case.single else [0.0] * len(coefficient) if isinstance(coefficient, list) else 0.0
+        module.config.moe_z_loss_coeff = args.moe_z_loss_coeff if case.single else None
     if settings.algorithm.needs_reference and job.reference is None:
         job.reference = load_reference(args, job.trained)
     return dataclasses.replace(

@@ -1,6 +1,9 @@
-"""Faults that trainers have had, planted in the rank that takes the step."""
+"""Faults that trainers have had, each a patch that is planted in the ranks that take a step."""
 
-from megatron_grpo.verify import take_steps
+from dataclasses import replace
+from unittest import mock
+
+from megatron_grpo.verify import step, take_steps
 
 
 def factor_of_cp():
@@ -11,7 +14,7 @@ def factor_of_cp():
     def wrong(mb, logits):
         loss, *rest = right(mb, logits)
         return (loss * mb.context.cp_group.size(), *rest)
-    forward.loss_function = wrong
+    return mock.patch.object(forward, "loss_function", wrong)
 
 
 def whitening_over_dp_only():
@@ -20,26 +23,29 @@ def whitening_over_dp_only():
 
     from megatron_grpo.trainer import loop
     right = loop.fill_advantages
-    loop.fill_advantages = lambda *args, **groups: right(*args, **groups | dict(dp_cp_group=mpu.get_data_parallel_group()))
+    return mock.patch.object(loop, "fill_advantages",
+                             lambda *args, **groups: right(*args, **groups | dict(dp_cp_group=mpu.get_data_parallel_group())))
 
 
 def returns_of_the_local_chunk():
     """Returns end where a rank's chunk ends, whatever follows on other ranks."""
     from megatron_grpo.advantages import compute
     right = compute.discounted_returns
-    compute.discounted_returns = lambda *args, **kwargs: right(*args, **kwargs | dict(cp_group=None))
+    return mock.patch.object(compute, "discounted_returns", lambda *args, **kwargs: right(*args, **kwargs | dict(cp_group=None)))
 
 
 def gather_without_gradient():
     """What a rank's loss asks of another rank's tokens is lost."""
     from megatron_grpo.parallel import collectives
-    collectives._SequenceSums.backward = staticmethod(lambda ctx, grad: (grad[ctx.saved_tensors[0]], None, None, None))
+    return mock.patch.object(collectives._SequenceSums, "backward", staticmethod(
+        lambda ctx, grad: (grad[ctx.saved_tensors[0]], None, None, None)))
 
 
 def no_auxiliary_loss_scale():
     """Auxiliary losses keep the scale 1, as if there were one micro-batch."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-    MoEAuxLossAutoScaler.set_loss_scale = staticmethod(lambda scale: None)
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None       # an earlier step's would still act
+    return mock.patch.object(MoEAuxLossAutoScaler, "set_loss_scale", staticmethod(lambda scale: None))
 
 
 def trained_tokens_as_divisor():
@@ -50,7 +56,7 @@ def trained_tokens_as_divisor():
     def wrong(mb, logits):
         loss, _, metrics = right(mb, logits)
         return loss / mb.context.positions * mb.counts.tokens, mb.mask_T.sum().int(), metrics
-    forward.loss_function = wrong
+    return mock.patch.object(forward, "loss_function", wrong)
 
 
 def two_values_per_token():
@@ -61,13 +67,11 @@ def two_values_per_token():
     def wrong(mb, logits):
         loss, _, metrics = right(mb, logits)
         return loss / mb.context.positions * (mb.context.num_microbatches * mb.context.dp_size), metrics
-    forward.loss_function = wrong
+    return mock.patch.object(forward, "loss_function", wrong)
 
 
 def mean_of_micro_batches():
     """The loss of the step is the mean over micro-batches of each one's mean."""
-    from dataclasses import replace
-
     from megatron_grpo.trainer.microbatch import MicroBatch
     right = MicroBatch.loss_inputs
 
@@ -75,10 +79,18 @@ def mean_of_micro_batches():
         inputs, count = right(mb, *args), mb.context.num_microbatches * mb.context.dp_size
         own = dict(tokens=float(mb.seq_tokens_S.sum()) * count, sequences=float((mb.seq_tokens_S > 0).sum()) * count)
         return replace(inputs, counts=replace(inputs.counts, **own))
-    MicroBatch.loss_inputs = wrong
+    return mock.patch.object(MicroBatch, "loss_inputs", wrong)
 
 
-def steps(fault: str, *args):
-    """take_steps with a fault."""
-    globals()[fault]()
-    return take_steps(*args)
+def steps(flags, cases, faults):
+    """take_steps, the fault of that name (None: none) planted in each case."""
+    take, names = step._take, iter(faults)
+
+    def with_fault(*args, **kwargs):
+        name = next(names)
+        if name is None:
+            return take(*args, **kwargs)
+        with globals()[name]():
+            return take(*args, **kwargs)
+    step._take = with_fault         # in a process that ends with this case
+    return take_steps(flags, cases)

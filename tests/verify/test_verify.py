@@ -1,5 +1,6 @@
 """Verify passes on every pair of values of the layout's axes and the algorithms, and on no planted fault."""
 
+import functools
 import itertools
 import os
 import subprocess
@@ -10,9 +11,10 @@ import pytest
 import torch
 
 from megatron_grpo.recipes import RECIPES
-from megatron_grpo.verify import Case, compare, one_rank, prepare, table, take_steps
+from megatron_grpo.verify import Case, compare, one_rank, prepare, table, take_steps, with_layout
 from megatron_grpo.verify.layouts import AXES, BY_MICRO_BATCH, Layout, cases_of, covering, dealt, every_layout, verify_layouts
 from megatron_grpo.verify.problem import even_samples, hard_samples
+from megatron_grpo.verify.ranks import RankFailed
 from tests.verify import planted
 
 
@@ -70,52 +72,69 @@ def test_compare_finds_each_difference():
 # ---- steps ----------------------------------------------------------------------------------------------------------------
 
 
-class Kept:
-    """A pool that remembers the float64 references, and plants a fault in the layouts' steps."""
-
-    def __init__(self, pool):
-        self.pool, self.size, self.fault, self.kept = pool, pool.size, None, {}
-
-    def run(self, fn, flags, cases, *dtype, ranks=1, timeout=120):
-        if dtype:
-            for case in cases:
-                if case not in self.kept:
-                    (self.kept[case],) = self.pool.run(fn, flags, [case], *dtype, timeout=timeout)[0]
-            return [[self.kept[case] for case in cases]]
-        if self.fault:
-            return self.pool.run(planted.steps, self.fault, flags, cases, ranks=ranks, timeout=timeout)
-        return self.pool.run(fn, flags, cases, ranks=ranks, timeout=timeout)
-
-
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
     return prepare(str(tmp_path_factory.mktemp("verify")), ["--platform", "cpu", "--algorithm", "grpo"])
 
 
+GRPO, GSPO, REINFORCE, EVEN = (Case(("--algorithm", name), single) for name, single in (
+    ("grpo", False), ("gspo", False), ("reinforce_plus_plus", False), ("grpo", True)))
+CP2, DP2, PER_TOKEN = layout(cp="2"), layout(dp="2"), layout(cp="2", per_token_loss="on", loss_recompute="on")
+PLANTED = {CP2: [(GRPO, planted.factor_of_cp), (REINFORCE, planted.whitening_over_dp_only), (REINFORCE, planted.returns_of_the_local_chunk),
+                 (GSPO, planted.gather_without_gradient)],
+           DP2: [(EVEN, planted.no_auxiliary_loss_scale), (GRPO, planted.mean_of_micro_batches)],
+           PER_TOKEN: [(EVEN, planted.trained_tokens_as_divisor), (EVEN, planted.two_values_per_token)]}
+
+
 @pytest.fixture(scope="module")
-def kept(pool):
-    return Kept(pool)
+def compared(pool, flags):
+    """layout -> [(case, name of the fault or None, lines)]: each case without a fault, then each fault; the ranks are set up once."""
+    cases = [GRPO, GSPO, REINFORCE, EVEN]
+    reference = dict(zip(cases, pool.run(take_steps, one_rank(flags), cases, torch.float64, timeout=400)[0]))
+
+    @functools.cache
+    def run(where):
+        planned = [(case, None) for case in cases] + [(case, fault.__name__) for case, fault in PLANTED[where]]
+        found = pool.run(planted.steps, with_layout(flags, where.flags), *zip(*planned), ranks=where.ranks, timeout=400)[-1]
+        return [(case, fault, compare(result, reference[case])) for (case, fault), result in zip(planned, found)]
+    return run
 
 
-CP2, DP2, PER_TOKEN = layout(cp="2"), layout(dp="2"), layout(cp="2", per_token_loss="on")
-FAULTS = [(planted.factor_of_cp, CP2, "grpo"), (planted.whitening_over_dp_only, CP2, "reinforce_plus_plus"),
-          (planted.returns_of_the_local_chunk, CP2, "reinforce_plus_plus"), (planted.gather_without_gradient, CP2, "gspo"),
-          (planted.no_auxiliary_loss_scale, DP2, "grpo"), (planted.trained_tokens_as_divisor, PER_TOKEN, "grpo"),
-          (planted.two_values_per_token, PER_TOKEN, "grpo"), (planted.mean_of_micro_batches, DP2, "grpo")]
+@pytest.mark.parametrize("where", PLANTED, ids=str)
+def test_passes_without_a_fault(compared, where):
+    for case, fault, lines in compared(where):
+        assert fault or all(line.ok for line in lines), f"{case}\n{table(lines)}"
 
 
-@pytest.mark.parametrize("where,name", sorted({(where, name) for _, where, name in FAULTS}, key=str), ids=str)
-def test_passes_without_a_fault(kept, flags, where, name, capsys):
-    kept.fault = None
-    assert verify_layouts(kept, flags, {where: [name]}) == 0, capsys.readouterr().out
+@pytest.mark.parametrize("where,fault", [(where, fault.__name__) for where, pairs in PLANTED.items() for _, fault in pairs], ids=str)
+def test_fails_on_a_fault(compared, where, fault):
+    (lines,) = (lines for _, name, lines in compared(where) if name == fault)
+    worst = [line for line in lines if line.error > 1e-3]
+    assert any(line.name.startswith("gradient of") for line in worst), table(lines)
 
 
-@pytest.mark.parametrize("fault,where,name", FAULTS, ids=lambda x: getattr(x, "__name__", ""))
-def test_fails_on_a_fault(kept, flags, fault, where, name, capsys):
-    kept.fault = fault.__name__
-    assert verify_layouts(kept, flags, {where: [name]}) == 1
-    said = capsys.readouterr().out
-    assert "FAIL" in said and "OUT" in said and "Traceback" not in said, said
+def test_exit_code_and_report(capsys):
+    """What fails is told with its table, and a rank that raises is a failure too."""
+    right = {"metrics": {"loss": 1.0}, "gradients": {"w": np.ones(2)}, "near_ties": 0}
+    wrong = right | {"gradients": {"w": np.ones(2) * 2}}
+
+    class Answers:
+        size = 8
+
+        def run(self, fn, flags, cases, dtype=None, **kwargs):
+            if dtype is None and "--context-parallel-size" in flags:
+                raise RankFailed("rank 1: out of luck")
+            return [[wrong if dtype is None and "--qkv-format" in flags else right for _ in cases]]
+
+    def verify(*layouts):
+        return verify_layouts(Answers(), ["--platform", "cpu"], {item: ["grpo"] for item in layouts}), capsys.readouterr().out
+
+    code, said = verify(layout(), layout(dp="2"))
+    assert code == 0 and said.count("ok  ") == 2 and "4 steps equal" in said and "0 do not" in said
+    code, said = verify(layout(), layout(batch="padded"))
+    assert code == 1 and "FAIL one rank, padded" in said and "gradient of w" in said and "OUT" in said and "2 do not" in said
+    code, said = verify(layout(cp="2"))
+    assert code == 1 and "FAIL cp2" in said and "out of luck" in said
 
 
 @pytest.mark.slow
