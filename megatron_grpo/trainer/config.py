@@ -14,6 +14,7 @@ class TrainerConfig:
     loss_type: str = setting("policy_loss", "policy_loss: reinforcement learning; sft: supervised warm start on the prompts' labels",
                              choices=("policy_loss", "sft"))
     num_steps_per_rollout: int = setting(1, "optimizer steps per rollout batch", unit="steps")
+    recompute_loss_function: bool = setting(False, "compute log-probs and loss again in the backward, keeping nothing but the logits for it")
     ref_load: str | None = setting(None, "checkpoint or Hugging Face directory of the reference model; the starting weights when not given")
     eval_num_prompts: int = setting(200, "held-out prompts of an evaluation (every --eval-interval steps, greedy)", unit="prompts")
     eval_max_response_len: int | None = setting(None, "length limit of an evaluation's responses; --rollout-max-response-len when not given",

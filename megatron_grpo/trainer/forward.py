@@ -12,7 +12,8 @@ micro-batches, data-parallel and context-parallel ranks. Megatron then does, wit
   (L_r * M * DP, metrics): the product of all factors is 1. The 2-tuple is what Megatron scales the MoE
   auxiliary losses for.
 * with --calculate-per-token-loss: sum gradients over DP x CP and divide by the summed number of tokens. We return
-  (L_r * N, n_r, metrics) with n_r this rank's trained tokens and N their sum over the step.
+  (L_r * N, n_r, metrics) with n_r the positions of this rank, trained or not, and N their sum over the step. Routers multiply
+  their auxiliary losses by the positions that they see, so with n_r the trained tokens these losses would weigh N / n too much.
 """
 
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from ..logprobs import vocab_parallel_logprob
 from ..losses.policy_loss import policy_loss
@@ -52,6 +54,8 @@ class StepContext:
     dp_size: int
     num_microbatches: int = 1
     per_token_loss: bool = False
+    positions: torch.Tensor | None = None       # N of --calculate-per-token-loss
+    recompute_loss: bool = False
     inplace_grad: bool = True
     target: str | None = None
     replay: Any = None
@@ -106,11 +110,18 @@ def logprob_function(mb: MicroBatch, logits: torch.Tensor, non_loss_data: bool =
 def loss_function(mb: MicroBatch, logits: torch.Tensor):
     """The policy loss of one micro-batch, scaled for Megatron (see the module's text)."""
     context = mb.context
-    logp_T, entropy_T = logits_to_logprobs(mb, logits, with_entropy=True, entropy_grad=context.algorithm.loss.entropy_coef != 0)
-    mb.logp_T = logp_T.detach()
-    inputs = mb.loss_inputs(logp_T, entropy_T, context.cp_group)
-    out = policy_loss(inputs, context.algorithm, context.hooks)
+    if context.recompute_loss:
+        mb.logp_T, out = checkpoint(_policy_loss, mb, logits, use_reentrant=False)
+    else:
+        mb.logp_T, out = _policy_loss(mb, logits)
     context.outputs.append(out)
     if context.per_token_loss:
-        return out.loss * max(mb.counts.tokens, 1.0), mb.mask_T.sum().to(torch.int), {}
+        return out.loss * context.positions, mb.mask_T.new_full((), len(mb.mask_T), dtype=torch.int), {}
     return out.loss * (context.num_microbatches * context.dp_size), {}
+
+
+def _policy_loss(mb: MicroBatch, logits: torch.Tensor):
+    """(detached log-probs, LossOutput)"""
+    context = mb.context
+    logp_T, entropy_T = logits_to_logprobs(mb, logits, with_entropy=True, entropy_grad=context.algorithm.loss.entropy_coef != 0)
+    return logp_T.detach(), policy_loss(mb.loss_inputs(logp_T, entropy_T, context.cp_group), context.algorithm, context.hooks)

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 
 from .forward import StepContext, forward_step
 from .microbatch import MicroBatch
@@ -60,7 +61,8 @@ def optimizer_step(model: list, optimizer, scheduler, microbatches: list[MicroBa
     """
     from megatron.core.rerun_state_machine import get_rerun_state_machine
 
-    context = replace(context, target=None, routing=routing, num_microbatches=len(microbatches), outputs=[])
+    context = replace(context, target=None, routing=routing, num_microbatches=len(microbatches), outputs=[],
+                      positions=_positions(microbatches) if context.per_token_loss else None)
     iterators, machine = data_iterators(model, microbatches, context), get_rerun_state_machine()
     while machine.should_run_forward_backward(iterators):      # again when Megatron doubts a result (--rerun-mode)
         context.outputs.clear()
@@ -77,6 +79,15 @@ def optimizer_step(model: list, optimizer, scheduler, microbatches: list[MicroBa
         scheduler.step(increment=increment)
     rate = next((g["lr"] for g in optimizer.param_groups if not g.get("is_decoupled_lr")), 0.0)
     return StepResult(grad_norm=float(grad_norm or 0.0), learning_rate=float(rate), skipped=not updated, outputs=context.outputs)
+
+
+def _positions(microbatches: list[MicroBatch]) -> torch.Tensor:
+    """Of all micro-batches on all data-parallel and context-parallel ranks, padding included."""
+    from megatron.core import mpu
+
+    total = torch.tensor(sum(len(mb.mask_T) for mb in microbatches), device=microbatches[0].mask_T.device)
+    dist.all_reduce(total, group=mpu.get_data_parallel_group(with_context_parallel=True))
+    return total
 
 
 def _agree(updated, grad_norm):
