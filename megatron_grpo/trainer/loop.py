@@ -246,6 +246,7 @@ def make_job(args, model_provider):
         context = StepContext(
             algorithm=settings.algorithm, hooks=hooks, vocab_size=args.vocab_size, temperature=settings.rollout.rollout_temperature,
             tp_group=mpu.get_tensor_model_parallel_group(), cp_group=mpu.get_context_parallel_group(),
-            dp_size=mpu.get_data_parallel_world_size(), per_token_loss=args.calculate_per_token_loss, replay=replay, store=RouteStore())
+            dp_size=mpu.get_data_parallel_world_size(), per_token_loss=args.calculate_per_token_loss,
+            recompute_loss=settings.trainer.recompute_loss_function, replay=replay, store=RouteStore())
         checkpoints = Checkpoints(args, groups, settings.trainer.keep_checkpoints) if args.save else None
         yield Job(args, settings, trained, groups, where, context, log, engine, source, reference, checkpoints)
