@@ -255,8 +255,8 @@ def _remove(directory: str, iteration: int) -> None:
     """The metadata goes first: what a kill leaves behind is then incomplete, never half a "complete" one."""
     with contextlib.suppress(FileNotFoundError):
         os.remove(os.path.join(_iteration_directory(directory, iteration), "metadata.json"))
-    shutil.rmtree(_iteration_directory(directory, iteration), ignore_errors=True)
     shutil.rmtree(_leader_directory(directory, iteration), ignore_errors=True)
+    shutil.rmtree(_iteration_directory(directory, iteration), ignore_errors=True)     # last: `prune` looks for these
 
 
 def _iteration_directory(directory: str, iteration: int) -> str:

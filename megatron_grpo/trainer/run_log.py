@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 LINE = (("reward", "reward/mean", "{:.3f}"), ("acc", "eval/accuracy", "{:.3f}"), ("loss", "loss", "{:+.4f}"), ("|g|", "grad_norm", "{:.3f}"),
         ("len", "response_length/mean", "{:.1f}"), ("H", "entropy", "{:.3f}"), ("clip", "clip_frac_high", "{:.4f}"),
@@ -41,7 +41,10 @@ class RunLog:
             return
         record = {"step": step, "time": time.time(), "metrics": metrics, "seconds": seconds}
         if self.file:
-            self.file.write(json.dumps(record) + "\n")
+            try:
+                self.file.write(json.dumps(record) + "\n")
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, self.file.name) from error
         self._megatron_writers(step, {**metrics, **{f"seconds/{k}": v for k, v in seconds.items()}})
         shown = [f"{label} {form.format(metrics[key])}" for label, key, form in LINE if key in metrics]
         times = " ".join(f"{k} {v:.1f}s" for k, v in seconds.items())
@@ -68,4 +71,5 @@ class RunLog:
 
     def close(self) -> None:
         if self.file:
-            self.file.close()
+            with suppress(OSError):     # a full disk has been complained of at the write
+                self.file.close()

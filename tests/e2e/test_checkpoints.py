@@ -50,7 +50,16 @@ def test_another_layout_takes_the_same_steps(pool, flags, tmp_path):
     for step in (2, 3):
         for name in ("loss", "grad_norm", "entropy", "mismatch_k3"):
             assert got[step][name] == pytest.approx(want[step][name], rel=1e-5, abs=1e-6), (step, name)
-            print(step, name, got[step][name], want[step][name])
+
+
+def test_an_optimizer_state_that_fits_no_other_layout_is_refused(pool, flags, tmp_path):
+    argv = [*flags, "--use-distributed-optimizer"]
+    train(pool, argv, 1, "--train-iters", 1, "--save", tmp_path)
+    found = pool.run(run_train, list(map(str, [*argv, *EP2_DP2, "--load", tmp_path])), ranks=2)
+    for code, said in found:
+        assert code == 1 and "EP=1" in said and "EP=2" in said and "--dist-ckpt-optim-fully-reshardable" in said, said
+    found = pool.run(run_train, list(map(str, [*argv, "--load", tmp_path])), ranks=1)
+    assert found[0][0] == 2 and "--override-opt-param-scheduler" in found[0][1]     # --train-iters is another
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ class Job:
         self.pids.mkdir(exist_ok=True)
         for file in self.pids.iterdir():
             file.unlink()
-        return self.pool.run(life, list(map(str, [*self.argv, "--train-iters", steps, *flags])), str(self.pids), ranks=2, timeout=120)
+        return self.pool.run(life, list(map(str, [*self.argv, "--train-iters", steps, *flags])), str(self.pids), ranks=2, timeout=300)
 
     @property
     def pointer(self) -> int:
@@ -72,7 +72,7 @@ class Job:
         done, saved = len(self.steps()), self.saves()
         happened = {"start": lambda: len(list(self.pids.iterdir())) == 2, "step": lambda: len(self.steps()) > done,
                     "save": lambda: not self.saves() <= saved}[moment]
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + 250
         while not happened() and time.monotonic() < deadline:
             time.sleep(0.002)
         time.sleep(delay)
