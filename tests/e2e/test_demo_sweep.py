@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from examples import demo
-from megatron_grpo.algorithms import ALGORITHMS
+from megatron_grpo.recipes import RECIPES
 from megatron_grpo.rollout.server import LocalServer
 from tests.e2e.run import run_train
 
@@ -16,7 +16,7 @@ HERE, HOOKS = Path(__file__).parent, Path(demo.__file__).parent / "hooks"
 REWARD = ["--custom-rm-path", f"{HERE}/reward.py:even_tokens"]        # untrained weights seldom solve the demo's task
 TWO_REWARDS = ["--custom-rm-path", f"{HERE}/reward.py:two_rewards", "--gdpo-reward-keys", "even", "short"]
 EXTRA = {"gdpo": TWO_REWARDS}
-CASES = {name: ["--algorithm", name, *EXTRA.get(name, REWARD)] for name in ALGORITHMS} | {
+CASES = {name: ["--algorithm", name, *EXTRA.get(name, REWARD)] for name in RECIPES} | {
     "hook " + name: ["--algorithm", "grpo", *REWARD, *[word.format(HOOKS) for word in words.split()]] for name, words in {
         "pg_loss": "--custom-pg-loss-path {}/pg_loss.py:ppo_with_positive_nll",
         "reducer": "--custom-pg-loss-reducer-path {}/reducer.py:sqrt_length",
@@ -36,7 +36,7 @@ CASES = {name: ["--algorithm", name, *EXTRA.get(name, REWARD)] for name in ALGOR
 def job(tmp_path_factory):
     """Flags of the demo's GRPO run, shortened, against one server that is started once."""
     model = demo.make_model(tmp_path_factory.mktemp("demo") / "model")
-    with LocalServer(model) as server:
+    with LocalServer(model, extra_args=("--load-format", "dummy")) as server:
         flags = [word for word in demo.GRPO if word not in ("--sglang-launch", "local")]
         flags[flags.index("--rollout-batch-size") + 1], flags[flags.index("--n-samples-per-prompt") + 1] = "4", "4"
         yield [*demo.COMMON, *flags, "--hf-checkpoint", str(model), "--sglang-urls", server.url, "--train-iters", "2",
