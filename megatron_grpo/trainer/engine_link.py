@@ -67,8 +67,9 @@ class EngineLink:
         if self.groups.is_leader:
             self.events = EventLoop()
         self.client = on_leaders(self.groups, lambda: self.events.run(self._client(trained, replay)))
-        where = self.settings.weights.weight_sync_dir or os.path.join(self.directory, "weights")
-        self.publisher = WeightPublisher(trained.live, trained.hf_config, self.settings.weights, where, self.settings.engine.api_key)
+        where, engine = self.settings.weights.weight_sync_dir or os.path.join(self.directory, "weights"), self.settings.engine
+        patience = 0.0 if engine.sglang_launch == "local" else engine.sglang_down_timeout       # a local server that died stays dead
+        self.publisher = WeightPublisher(trained.live, trained.hf_config, self.settings.weights, where, engine.api_key, patience)
 
     async def _client(self, trained: Trained, replay) -> SGLangClient:
         routes = replay.spec if self.settings.routing.use_rollout_routing_replay else None

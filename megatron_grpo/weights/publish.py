@@ -24,6 +24,7 @@ from .safetensors_dir import SafetensorsDirectory
 from .save import save_hf_checkpoint
 
 logger = logging.getLogger(__name__)
+POLL = 5.0      # seconds between two looks when no engine answers
 Failures = dict[EngineControl, EngineError]
 
 
@@ -57,18 +58,19 @@ class WeightPublisher:
         settings: how to publish.
         directory: where --weight-sync disk writes, on a file system that trainer and engines share.
         api_key: of the engines.
+        down_timeout: longest wait for a first engine when none answers, e.g. because they restart [s].
     """
 
     def __init__(self, model: LiveModel, config: dict[str, Any], settings: WeightsConfig, directory: str | Path,
-                 api_key: str | None = None):
+                 api_key: str | None = None, down_timeout: float = 0.0):
         _refuse_what_sglang_cannot_serve(config)
-        self.model, self.config, self.settings, self.api_key = model, config, settings, api_key
+        self.model, self.config, self.settings, self.api_key, self.down_timeout = model, config, settings, api_key, down_timeout
         self.directory = Path(directory).absolute()
         self.current: Path | None = None        # directory of the newest complete weights
         self._engines: dict[str, EngineControl] = {}
         self._broadcast: BroadcastGroup | None = None
         # ranks that do not publish wait here for rank 0, which may wait for engines
-        patience = settings.weight_sync_timeout * 8 * (settings.weight_sync_retries + 1)
+        patience = settings.weight_sync_timeout * 8 * (settings.weight_sync_retries + 1) + down_timeout
         self._control: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience))
         names: list[list[str]] = [[]] * dist.get_world_size()
         dist.all_gather_object(names, [n for s in model.shards() for n in s.hf_names() if can_be_sampled(n)], group=self._control)  # type: ignore[arg-type]
@@ -95,7 +97,7 @@ class WeightPublisher:
         while more:
             attempt += 1
             # a dead engine is left out at once; the rest of a broadcast that it broke tries again without it
-            silent = failures_of(on_each(pending, lambda engine: engine.ping()))
+            silent = self._silent(pending, 0.0 if updated else self.down_timeout)
             left_out |= {engine.url: str(error) for engine, error in silent.items()}
             pending = [engine for engine in pending if engine not in silent]
             if self.settings.weight_sync == "disk":
@@ -118,6 +120,14 @@ class WeightPublisher:
         if not report.updated:
             raise EngineError(f"no engine could take weights {version}: {'; '.join(report.left_out.values()) or 'there is none'}")
         return report
+
+    def _silent(self, engines: Sequence[EngineControl], patience: float) -> Failures:
+        """Those that do not answer. While none does, they are asked again for `patience` seconds."""
+        end = time.monotonic() + patience
+        while len(silent := failures_of(on_each(engines, lambda engine: engine.ping()))) == len(engines) and time.monotonic() < end and engines:
+            logger.warning("no engine answers; waiting for one: %s", "; ".join(map(str, silent.values())))
+            time.sleep(min(POLL, patience))
+        return silent
 
     def close(self) -> None:
         """Leave the broadcast group. The newest weights stay on disk: an engine that reloads needs them."""

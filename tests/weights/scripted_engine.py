@@ -22,7 +22,7 @@ class ScriptedEngine:
         stale: it takes updates and keeps its version.
     """
 
-    def __init__(self, checksums=None, **info):
+    def __init__(self, checksums=None, port=0, **info):
         self.calls, self.weights, self.version, self.faults, self.stale = [], {}, "none", {}, False
         self.slow = {}
         self.info = dict(version="0.5.23", tp_size=1, pp_size=1, dp_size=1, device="cpu", quantization=None) | info
@@ -43,7 +43,7 @@ class ScriptedEngine:
 
             def log_message(self, *args): ...
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 

@@ -1,6 +1,8 @@
 """Publishing against engines that follow a script: who gets the weights, who is left out, and that no rank hangs."""
 
 import dataclasses
+import threading
+import time
 
 import pytest
 import torch
@@ -32,7 +34,7 @@ def engines():
         engine.kill()
 
 
-def publish(path, urls, directory, settings, versions):
+def publish(path, urls, directory, settings, versions, down_timeout=0.0):
     """Load, then publish once a version; each rank's reports, or the message of the error."""
     from megatron_grpo.rollout.engine import EngineError
     from megatron_grpo.weights import load_hf_checkpoint
@@ -41,7 +43,7 @@ def publish(path, urls, directory, settings, versions):
     _, chunks = tiny.start(path, EP2)
     model = tiny.live(path, chunks)
     load_hf_checkpoint(model, path)
-    publisher, results = WeightPublisher(model, read_hf_config(path), settings, directory), []
+    publisher, results = WeightPublisher(model, read_hf_config(path), settings, directory, down_timeout=down_timeout), []
     for version in versions:
         try:
             results.append(dataclasses.replace(publisher.publish(urls, version), seconds=0.0))
@@ -51,8 +53,9 @@ def publish(path, urls, directory, settings, versions):
     return results
 
 
-def run(pool, path, engines, directory, settings=SETTINGS, versions=("1",), urls=()):
-    results = pool.run(publish, str(path), [*(e.url for e in engines), *urls], str(directory), settings, versions, ranks=2, timeout=500)
+def run(pool, path, engines, directory, settings=SETTINGS, versions=("1",), urls=(), **more):
+    results = pool.run(publish, str(path), [*(e.url for e in engines), *urls], str(directory), settings, versions, ranks=2, timeout=500,
+                       **more)
     assert results[0] == results[1], "every rank is told the same"
     return results[0]
 
@@ -71,6 +74,22 @@ def test_disk(pool, path, engines, tmp_path):
     assert good.calls == ["/pause_generation", "/update_weights_from_disk", "/continue_generation", "/model_info"]
     assert refuses.calls.count("/continue_generation") == refuses.calls.count("/pause_generation") == 2     # never left paused
     assert good.path == str(tmp_path / "weights-1") and same(read_all(good.path), read_all(path))
+
+
+def test_engines_that_all_restart_are_waited_for(pool, path, tmp_path):
+    gone = ScriptedEngine()
+    gone.kill()
+    back = []
+
+    def restart():
+        while not (tmp_path / "weights-1").exists():
+            time.sleep(0.05)
+        time.sleep(0.5)     # the first look finds nobody
+        back.append(ScriptedEngine(port=gone.server.server_address[1]))
+    threading.Thread(target=restart, daemon=True).start()
+    report, = run(pool, path, [gone], tmp_path, down_timeout=60.0)
+    assert report.updated == (gone.url,) and not report.left_out and back[0].version == "1"
+    back[0].kill()
 
 
 def test_disk_keeps_the_last_two(pool, path, engines, tmp_path):
