@@ -218,7 +218,7 @@ RECIPES: dict[str, Recipe] = {
         C("kl_loss_coef", 1e-3, "not published; DeepSeek-R1, arXiv 2501.12948", "KL coefficient 0.001"),
         C("use_opsm", True, "section 3.1", "M_i = 0 if A_i < 0 and 1/|o_i| sum_t log(pi_old / pi_theta) > delta"),
         C("opsm_delta", 0.5, "not published; documentation of huggingface/trl", "0.5"),
-    ), "Keep Routing is --use-routing-replay, Keep Sampling Mask is --use-rollout-sampling-mask."),
+    ), "Keep Routing is --use-rollout-routing-replay, Keep Sampling Mask is --use-rollout-sampling-mask."),
     "icepop": Recipe("GRPO with IcePop", "Small Leak Can Sink a Great Ship (Ant Ling, 2025); Ring-1T, arXiv 2510.18855", (
         C("advantage_estimator", "grpo", "as GRPO", GROUP_Z),
         C("ratio", "token", "as GRPO", "pi_theta(o_t) / pi_old(o_t)"),

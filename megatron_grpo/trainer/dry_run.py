@@ -86,11 +86,11 @@ def _check_model(found: Plan) -> None:
         _attempt(found, check_interface)
         if config is not None:
             _attempt(found, check_model, config)
-    if config is not None:
-        found.stages = _attempt(found, pipeline_stages, config)
-    if found.stages is not None and hasattr(args, "grpo"):
+    stages = _attempt(found, pipeline_stages, config) if config is not None else None
+    if stages is not None and hasattr(args, "grpo"):        # else our settings are refused, and no layout is worth showing
+        found.stages = stages
         try:
-            found.memory = [memory.estimate(args, stage, i) for i, stage in enumerate(found.stages)]
+            found.memory = [memory.estimate(args, stage, i) for i, stage in enumerate(stages)]
             found.megatron = compute_weight_and_optimizer_memory(SimpleNamespace(**vars(args)))
         except NotImplementedError as error:
             found.notes.append(f"memory is not estimated: {error}")
@@ -110,7 +110,7 @@ def _transformer_config(found: Plan):
     from megatron.training.argument_utils import gpt_config_from_args
 
     args, fused = found.args, {}
-    if not is_te_min_version("1.0"):
+    if args.platform != "cpu" and not is_te_min_version("1.0"):
         fused = {name: getattr(args, name) for name in NEEDS_TE}
         found.notes.append("Transformer Engine is not installed here, and what Megatron asks of its version was not checked")
     try:
@@ -215,9 +215,10 @@ def _layout(found: Plan) -> list[str]:
         count = sum(memory.stage_parameters(args, stage).values())
         lines.append(f"  stage {i:<5}{moe} MoE + {len(stage.layers) - moe} dense layers ({_ranges(stage.layers)})"
                      f"{''.join(', ' + e for e in ends)}: {count / 1e9:.1f} B parameters")
-    steps, samples = trainer.num_steps_per_rollout, args.global_batch_size
-    lines.append(f"  rollout    {rollout.rollout_batch_size} prompts x {rollout.n_samples_per_prompt} samples, {steps} optimizer step"
-                 f"{'s' * (steps > 1)} of {samples} samples; {rollout.rollout_batch_size / dp:g} prompts a replica")
+    steps, prompts = trainer.num_steps_per_rollout, rollout.rollout_batch_size
+    group = args.global_batch_size * steps // prompts           # 1 in a supervised run, whatever --n-samples-per-prompt
+    lines.append(f"  rollout    {prompts} prompts x {group} sample{'s' * (group > 1)}, {steps} optimizer step{'s' * (steps > 1)} of "
+                 f"{args.global_batch_size} samples; {prompts / dp:g} prompts a replica")
     tokens = memory.tokens_per_gpu(args)
     packed = "packed by tokens" if packing.use_dynamic_batch_size else f"{args.micro_batch_size} sequences, {packing.qkv_format}"
     lines.append(f"  micro-batch  {tokens} tokens a GPU, {tokens * cp} over context parallelism; {packed}")

@@ -177,7 +177,7 @@ def deepseek_v3_flags(config: Config) -> Flags:
 
 
 def deepseek_v3_config(flags: Mapping[str, Any]) -> Config:
-    config = common_config(flags | dict(group_query_attention=False)) | sigmoid_moe_config(flags)
+    config = common_config({**flags, "group_query_attention": False}) | sigmoid_moe_config(flags)
     del config["head_dim"]
     config |= {theirs: flags[ours] for theirs, ours in LATENT.items()}
     if flags["rope_type"] == "yarn":
