@@ -1,17 +1,22 @@
 """Training against the real SGLang server: the whole loop, with routing replay, and an engine that dies in mid-step."""
 
 import json
+import re
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from megatron_grpo import report
+from megatron_grpo.report.alerts import unchecked
 from megatron_grpo.rollout.server import LocalServer
 from tests.e2e.run import run_train
 from tests.rollout.tiny import tiny_qwen3_moe
 
 pytestmark = pytest.mark.engine
+# charts of what this run does not do: dual clip and Clip-Cov, a reference, a correction; speeds are derived
+OPTIONAL = {"clip_frac_dual", "clip_frac_cov", "ref_kl", "masked", "tis_clip_frac", "speed/rollout", "speed/train"}
 RUN = """--platform cpu --algorithm grpo --no-use-kl-loss --seq-length 64 --lr 1e-3 --rollout-batch-size 4 --n-samples-per-prompt 4
 --rollout-max-response-len 12 --use-dynamic-batch-size --max-tokens-per-gpu 128 --data-pad-size-multiplier 8 --ckpt-format torch_dist
 --label-key label --rollout-stop-token-ids 7 --use-distributed-optimizer""".split()
@@ -46,6 +51,11 @@ def test_two_steps_with_routes(pool, prompts, tmp_path, sglang_server):
         assert metrics["grad_norm"] > 0 and metrics["samples/count"] == 16
     assert sum("eval/accuracy" in line["metrics"] for line in lines) == 2
     assert "<html" in (tmp_path / "run" / "report.html").read_text()
+    script = Path(report.__file__).with_name("report.js").read_text()
+    drawn = {name for names in re.findall(r"metrics: \[([^]]*)\]", script) for name in re.findall(r'"([a-z_0-9/]+)"', names)}
+    run = report.read_run(str(tmp_path / "run"))
+    assert unchecked(run) == []                 # each rule of the report finds its metric under the name that the trainer writes
+    assert len(drawn) > 20 and drawn - set(run.metrics) <= OPTIONAL, drawn - set(run.metrics)
     sample = json.loads((tmp_path / "run" / "samples" / "step_0000002.jsonl").read_text().splitlines()[0])
     assert abs(sample["tokens"][0]["old_logp"] - sample["tokens"][0]["rollout_logp"]) < 1e-3
     assert (tmp_path / "run" / "iter_0000002").is_dir()
