@@ -53,7 +53,7 @@ def known_flags() -> dict[str, argparse.Action]:
 def flags_in(text: str):
     """(flag, the word after it) of every flag in code, without those of slime in the first column of a table about it."""
     for code in CODE.findall(text):
-        words = code.split()
+        words = [] if "benchmarks" in code else code.split()        # which have flags of their own
         for word, after in zip(words, [*words[1:], ""]):
             if re.fullmatch(r"--[a-z][a-z0-9-]*(=.*)?", word):
                 yield word.split("=")[0], after
@@ -100,6 +100,16 @@ def test_every_hook_is_described():
     from megatron_grpo.hooks import HookConfig
     page = (ROOT / "docs" / "hooks.md").read_text()
     assert [f.name for f in fields(HookConfig) if f"`--{f.name.replace('_', '-')}`" not in page] == []
+
+
+def test_quoted_messages_exist():
+    """What the troubleshooting page puts in quotation marks is what a run says: a string of ours, or of Megatron's validation."""
+    import megatron.training.arguments as arguments
+    said = [f.read_text() for f in (ROOT / "megatron_grpo").rglob("*.py")] + [Path(arguments.__file__).read_text()]
+    text = re.sub(r"""(["'])\s*\\?\s*\n\s*f?\1""", "", "\n".join(said))
+    quoted = re.findall(r'"([^"]+)"', (ROOT / "docs" / "troubleshooting.md").read_text())
+    assert len(quoted) >= 4
+    assert [q for q in quoted if q not in text and q not in ("Engine agreement", "memory", "on the host", "on the host, a rank")] == []
 
 
 METRIC = re.compile(r"`((?:routing|rollout|samples|groups|moe|eval|reward|response_length)/[a-zA-Z_/]+"
