@@ -39,7 +39,7 @@ WARM_START = "--loss-type sft --rollout-batch-size 256 --lr 2e-3 --min-lr 2e-3 -
 
 GRPO = f"""--prompt-task {TASK} --prompt-task-args {TASK_ARGS} --prompt-task-format compact --prompt-task-size {WORDS}
 --eval-num-prompts {HELD_OUT} --algorithm grpo --no-use-kl-loss --rollout-batch-size 64 --n-samples-per-prompt 8 --rm-type exact
---sglang-launch local --sglang-dtype float32 --lr 1e-4 --min-lr 1e-4 --lr-warmup-iters 5 --adam-beta2 0.99""".split()
+--sglang-launch local --sglang-dtype float32 --lr 1e-4 --min-lr 1e-4 --adam-beta2 0.99""".split()
 
 
 def main() -> None:

@@ -140,6 +140,9 @@ def resolve(args: argparse.Namespace) -> Settings:
     if supervised and routing is not None and routing.replay:
         refused.append("--loss-type sft samples nothing, so there are no experts to replay: drop --use-routing-replay and "
                        "--use-rollout-routing-replay")
+    if routing is not None and routing.use_rollout_routing_replay and weights is not None and weights.weight_sync_pause == "in_place":
+        refused.append("--weight-sync-pause in_place keeps the engine's prefix cache over a weight update, and with it routes of the old "
+                       "weights, which --use-rollout-routing-replay would replay: give abort, drain or retract")
     attempt(partial(_batch_size, args), trainer, rollout)
     attempt(partial(_unequal_lengths, args))
     attempt(partial(checkpoint.check, args), trainer)
@@ -176,6 +179,10 @@ def _batch_size(args, trainer: TrainerConfig, rollout: RolloutConfig) -> None:
         args.save_interval = args.train_iters       # a checkpoint at the end, which Megatron's validation wants spelled out
     if args.train_iters is not None and args.train_iters % steps:
         raise ConfigError(f"--train-iters {args.train_iters} counts optimizer steps and must be a multiple of --num-steps-per-rollout {steps}")
+    decay = args.lr_decay_iters or args.train_iters
+    if decay is not None and 0 < decay <= args.lr_warmup_iters:
+        raise ConfigError(f"--lr-warmup-iters {args.lr_warmup_iters} leaves no step after the warm-up: give fewer than "
+                          f"{'--lr-decay-iters' if args.lr_decay_iters else '--train-iters'} {decay}")
     for name in ("save_interval", "eval_interval"):
         value = getattr(args, name)
         if value and value % steps:

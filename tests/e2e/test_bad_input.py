@@ -40,6 +40,15 @@ def test_contradiction_on_every_rank(pool, model):
     fails(pool, ["--hf-checkpoint", model, "--kl-loss-coef", "0.1"], "--kl-loss-coef", "--use-kl-loss", ranks=2)
 
 
+def test_prefix_rows_that_survive_an_update(pool, model):
+    fails(pool, ["--hf-checkpoint", model, "--use-rollout-routing-replay", "--weight-sync-pause", "in_place", "--sglang-urls", "http://a:1"],
+          "--weight-sync-pause in_place", "abort, drain or retract")
+
+
+def test_warmup_without_an_end(pool, model):
+    fails(pool, ["--hf-checkpoint", model, "--lr-warmup-iters", "5"], "--lr-warmup-iters 5", "--train-iters 1")
+
+
 def test_two_engines(pool, model):
     fails(pool, ["--hf-checkpoint", model, "--sglang-urls", "http://a:1", "--sglang-launch", "local"], "--sglang-urls", "--sglang-launch")
 

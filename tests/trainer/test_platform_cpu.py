@@ -298,3 +298,21 @@ def named_spec():
 
 def test_spec_is_honoured(pool):
     assert pool.run(named_spec, timeout=300) == ["Marked"]
+
+
+def fresh_weights(flags):
+    """{name: (kind, weights)} of a model that nothing is loaded into; kind: of every rank, of a tensor-parallel shard, of an expert."""
+    from megatron.core.utils import unwrap_model
+    (chunk,) = unwrap_model(one_step.build(one_step.start([UNTIED, *flags.split()]))[0])
+    return {name: ("expert" if not getattr(p, "allreduce", True) else "shard" if getattr(p, "tensor_model_parallel", False) else "all",
+                   p.detach().clone()) for name, p in chunk.named_parameters() if p.dim() > 1}
+
+
+@pytest.mark.parametrize("flags", ["--expert-model-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel"])
+def test_fresh_weights(pool, flags):
+    """Data-parallel ranks begin with the same dense weights; shards and experts are drawn apart."""
+    first, second = pool.run(fresh_weights, flags, ranks=2, timeout=300)
+    same = {name for name in first if torch.equal(first[name][1], second[name][1])}
+    apart = {"expert"} if "expert" in flags else {"shard", "expert"}
+    assert same == {name for name, (kind, _) in first.items() if kind not in apart}
+    assert same and len(same) < len(first)

@@ -7,7 +7,7 @@ from ...settings import ConfigError
 # Defaults of Megatron's parser, so that nobody types them. Fusions are CUDA kernels; the other strategy of
 # --async-save comes from a package for GPUs.
 DEFAULTS = dict(
-    transformer_impl="local", distributed_backend="gloo", use_cpu_initialization=True, gradient_accumulation_fusion=False,
+    transformer_impl="local", distributed_backend="gloo", gradient_accumulation_fusion=False,
     masked_softmax_fusion=False, bias_swiglu_fusion=False, bias_gelu_fusion=False, bias_dropout_fusion=False,
     apply_rope_fusion=False, async_strategy="mcore", no_persist_layer_norm=True, attention_dropout=0.0, hidden_dropout=0.0)
 

@@ -36,6 +36,7 @@ def install(force: bool = False) -> None:
     _installed = True
     _cuda()
     _tensors()
+    _random()
     _collectives()
     _optimizer()
     torch.compiler.set_stance("force_eager")    # Megatron's jit_fuser is torch.compile: minutes of C++ for nothing here
@@ -108,6 +109,14 @@ def _tensors():
     kind = torch.Tensor.type
     torch.Tensor.type = lambda self, *args, **kwargs: (         # optimizers sort parameters by "torch.cuda.FloatTensor"
         kind(self, *args, **kwargs) if args or kwargs else kind(self).replace("torch.", "torch.cuda."))
+
+
+def _random():
+    """The RNG tracker goes from one stream to another and back: without this each rank would draw its dense weights from the last stream
+    that was made, the experts' own, and data-parallel ranks would begin with different weights."""
+    from megatron.core.tensor_parallel import random
+
+    random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
 
 
 def _collectives():
