@@ -43,9 +43,10 @@ def gather_without_gradient():
 
 def no_auxiliary_loss_scale():
     """Auxiliary losses keep the scale 1, as if there were one micro-batch."""
+    import torch
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-    MoEAuxLossAutoScaler.main_loss_backward_scale = None       # an earlier step's would still act
-    return mock.patch.object(MoEAuxLossAutoScaler, "set_loss_scale", staticmethod(lambda scale: None))
+    right = MoEAuxLossAutoScaler.set_loss_scale
+    return mock.patch.object(MoEAuxLossAutoScaler, "set_loss_scale", staticmethod(lambda scale: right(torch.ones_like(scale))))
 
 
 def trained_tokens_as_divisor():
