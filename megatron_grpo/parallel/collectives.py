@@ -1,5 +1,6 @@
 """Collectives of the loss and the metrics. Every rank of the group enters each of them, also with no tokens."""
 
+import math
 import zlib
 
 import torch
@@ -84,7 +85,7 @@ def all_gather(x: torch.Tensor, group: ProcessGroup | None = None) -> torch.Tens
 
 def reduce_means(metrics: dict[str, tuple[torch.Tensor, torch.Tensor]], group: ProcessGroup | None = None,
                  device: torch.device | str = "cpu") -> dict[str, float]:
-    """Mean of every metric over all ranks: sum of sums / sum of counts; NaN where nothing was counted.
+    """Mean of every metric over all ranks: sum of sums / sum of counts; left out where nothing was counted.
 
     Args:
         metrics: name -> (sum, count), scalars; the same names on every rank.
@@ -101,19 +102,19 @@ def reduce_means(metrics: dict[str, tuple[torch.Tensor, torch.Tensor]], group: P
     if group is not None:
         dist.all_reduce(pairs, group=group)
     sums, counts = pairs[::2].tolist(), pairs[1::2].tolist()
-    return {n: s / c if c else float("nan") for n, s, c in zip(names, sums, counts, strict=False)}
+    return {n: s / c for n, s, c in zip(names, sums, counts, strict=False) if c}
 
 
 def reduce_maxima(values: dict[str, torch.Tensor], group: ProcessGroup | None = None,
                   device: torch.device | str = "cpu") -> dict[str, float]:
-    """Largest of every value over all ranks, as `reduce_means`; a rank without tokens enters with -inf."""
+    """Largest of every value over all ranks, as `reduce_means`; a rank without tokens enters with -inf; left out where all do."""
     names = sorted(values)
     _same_names(names, group, device)
     maxima = torch.stack([torch.as_tensor(values[n], dtype=torch.float64, device=device) for n in names] or
                          [torch.zeros((), dtype=torch.float64, device=device)])
     if group is not None:
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
-    return dict(zip(names, maxima.tolist(), strict=False))
+    return {n: value for n, value in zip(names, maxima.tolist(), strict=False) if value != -math.inf}
 
 
 def _same_names(names: list[str], group: ProcessGroup | None, device) -> None:

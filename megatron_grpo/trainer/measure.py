@@ -34,6 +34,7 @@ def record(job: "Job", batch: RolloutBatch, results: list, pairs: dict, iteratio
                 means[name] = (before[0] + pair[0], before[1] + pair[1])
         maxima = {name: torch.stack([out.maxima[name] for out in result.outputs]).amax() for name in result.outputs[0].maxima}
         metrics = derived(reduce_means(means, group, device)) | reduce_maxima(maxima, group, device)
+        metrics.setdefault("loss", 0.0)         # no token is trained: there is nothing to average, and no gradient
         metrics |= dict(grad_norm=result.grad_norm, learning_rate=result.learning_rate, skipped=float(result.skipped))
         last = i == len(results) - 1
         job.log.step(iteration + i + 1, metrics | shared if last else metrics, phases.seconds if last else {})

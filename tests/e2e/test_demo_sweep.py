@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
 from examples import demo
 from megatron_grpo.recipes import RECIPES
@@ -35,8 +36,11 @@ CASES = {name: ["--algorithm", name, *EXTRA.get(name, REWARD)] for name in RECIP
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     """Flags of the demo's GRPO run, shortened, against one server that is started once."""
+    import transformers
     model = demo.make_model(tmp_path_factory.mktemp("demo") / "model")
-    with LocalServer(model, extra_args=("--load-format", "dummy")) as server:
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(model)).float().save_pretrained(model)
+    with LocalServer(model) as server:
         flags = [word for word in demo.GRPO if word not in ("--sglang-launch", "local")]
         flags[flags.index("--rollout-batch-size") + 1], flags[flags.index("--n-samples-per-prompt") + 1] = "4", "4"
         yield [*demo.COMMON, *flags, "--hf-checkpoint", str(model), "--sglang-urls", server.url, "--train-iters", "2",
@@ -49,5 +53,6 @@ def test_two_steps(pool, job, tmp_path, case):
     assert [code for code, _ in results] == [0, 0], results
     lines = [json.loads(line)["metrics"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     steps = [m for m in lines if "loss" in m]
-    assert len(steps) == 2 and all(math.isfinite(m["loss"]) and 0 < m["grad_norm"] < math.inf for m in steps)
-    assert all(m["mismatch_k3"] < 1e-8 for m in steps)
+    assert len(steps) == 2 and all(math.isfinite(m["loss"]) and math.isfinite(m["grad_norm"]) for m in steps)
+    assert all(m["grad_norm"] > 0 for m in steps) or case == "hook rm"        # no numbers in the demo's alphabet: every reward is 0
+    assert all(m.get("mismatch_k3", 0) < 1e-8 for m in steps)                 # bypass mode has no old log-probs to compare

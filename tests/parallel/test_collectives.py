@@ -73,7 +73,8 @@ def _metrics_case(own):
 def test_metrics_do_not_depend_on_who_holds_the_tokens(pool):
     own = [{"a": (1.0, 1.0), "b": (5.0, 10.0)}, {"b": (1.0, 2.0), "a": (8.0, 2.0)}, {"a": (0.0, 0.0), "b": (0.0, 0.0)}]
     assert pool.run(_metrics_case, own, ranks=3) == [({"a": 3.0, "b": 0.5}, {"a": 8.0, "b": 5.0})] * 3
-    assert reduce_means({}) == {} and math.isnan(reduce_means({"a": (torch.tensor(0.), torch.tensor(0.))})["a"])
+    nothing = torch.tensor(0.0)
+    assert reduce_means({}) == {} == reduce_means({"a": (nothing, nothing)}) == reduce_maxima({"a": torch.tensor(-math.inf)})
 
 
 @pytest.mark.parametrize("other", [{"a": (1.0, 1.0), "c": (1.0, 1.0)}, {"a": (1.0, 1.0)}, {}])
