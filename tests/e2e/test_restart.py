@@ -42,6 +42,7 @@ class Job:
     def __init__(self, pool, engine, directory):
         self.pool, self.engine, self.save, self.pids = pool, engine, directory / "run", directory / "pids"
         self.rollouts = directory / "rollouts"
+        self.pids.mkdir()
         model = tiny_qwen3_moe(directory / "model", vocab_size=VOCAB)
         prompts = directory / "prompts.jsonl"
         prompts.write_text("".join(json.dumps({"input": f"<t{5 + i % 90}> <t{5 + i // 90}>", "label": "x"}) + "\n" for i in range(8000)))
@@ -51,9 +52,6 @@ class Job:
 
     def live(self, steps, *flags):
         """(exit code, stderr) of each rank; raises RankFailed when one is killed."""
-        self.pids.mkdir(exist_ok=True)
-        for file in self.pids.iterdir():
-            file.unlink()
         return self.pool.run(life, list(map(str, [*self.argv, "--train-iters", steps, *flags])), str(self.pids), ranks=2, timeout=300)
 
     @property
@@ -97,6 +95,8 @@ def test_killed_at_random_moments(job):
     for number in range(KILLS):
         moment, longest = (("save", 1.0), ("step", 2.0), ("save", 0.3), ("start", 5.0))[number % 4]
         before, done = job.pointer, len(job.steps())
+        for file in job.pids.iterdir():
+            file.unlink()       # of the life before
         killer = threading.Thread(target=job.kill, args=(chance.randrange(2), moment, chance.uniform(0, longest), found))
         killer.start()
         with pytest.raises(RankFailed, match="exit code -9"):
