@@ -42,7 +42,7 @@ def one_layout(argv: list[str]) -> int:
         reference = subprocess.Popen([sys.executable, "-m", "megatron_grpo.verify", "--reference", f"{directory}/reference.pt", *one_rank(flags)],
                                      env=_alone(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     results = take_steps(flags, CASES)
-    if reference is None:
+    if reference is None or results is None:
         return 0
     output, _ = reference.communicate(timeout=600)
     if reference.returncode:

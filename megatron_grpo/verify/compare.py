@@ -49,12 +49,12 @@ def compare(found: dict[str, Any], reference: dict[str, Any], tolerance: float =
         lines.append(Line(name, got, want, math.inf if missing or math.isnan(error) else error, tolerance))
     for name in sorted(set(found["gradients"]) | set(reference["gradients"])):
         got, want = found["gradients"].get(name), reference["gradients"].get(name)
-        sizes = [math.nan if x is None else float(np.linalg.norm(x)) for x in (got, want)]
+        size, wanted = (math.nan if x is None else float(np.linalg.norm(x)) for x in (got, want))
         if got is None or want is None or got.shape != want.shape or not np.isfinite(got).all():
             error = math.inf
         else:
-            error = float(np.linalg.norm(got - want)) / sizes[1] if sizes[1] else math.inf if sizes[0] else 0.0
-        lines.append(Line(f"gradient of {name}", *sizes, error, tolerance))
+            error = float(np.linalg.norm(got - want)) / wanted if wanted else math.inf if size else 0.0
+        lines.append(Line(f"gradient of {name}", size, wanted, error, tolerance))
     return sorted(lines, key=lambda line: line.error)
 
 

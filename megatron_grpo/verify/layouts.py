@@ -30,7 +30,7 @@ FLAGS = {       # (axis, value) -> flags; values without an entry have none
     ("ep", "2"): "--expert-model-parallel-size 2", ("batch", "padded"): "--qkv-format bshd",
     ("per-token loss", "on"): "--calculate-per-token-loss", ("loss recompute", "on"): "--recompute-loss-function",
     ("recompute", "on"): "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"}
-EXTRA = {"gdpo": ("--gdpo-reward-keys", "a", "b")}      # what an algorithm needs beside its name
+EXTRA: dict[str, tuple[str, ...]] = {"gdpo": ("--gdpo-reward-keys", "a", "b")}      # what an algorithm needs beside its name
 BY_MICRO_BATCH = ("clip_cov", "kl_cov")                 # they choose tokens by the covariances of a micro-batch
 
 
@@ -113,7 +113,7 @@ def _algorithm(name: str) -> tuple[str, ...]:
 
 def all_layouts(argv: list[str]) -> int:
     """Run the layouts one after the other; prints a line each, and a table for the steps that fail. The exit code."""
-    names = [given("--algorithm", argv)] if given("--algorithm", argv) else sorted(RECIPES)
+    names = sorted(RECIPES) if (one := given("--algorithm", argv)) is None else [one]
     if "--full" in argv:
         cells = {layout: names for layout in every_layout()}
     else:

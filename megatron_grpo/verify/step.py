@@ -63,7 +63,7 @@ def take_steps(argv: list[str], cases: list[Case], dtype: torch.dtype | None = N
     if dtype is not None:
         args.params_dtype = dtype
     loop.initialize(args)
-    results = []
+    results: list = []
     with loop.make_job(args, model_provider) as job:
         start = [(t, t.detach().clone()) for t in _state(job)]
         for case in cases:
