@@ -1,10 +1,12 @@
 """One optimizer step, and the log-prob passes before it, through Megatron's own schedules."""
 
 import math
+import sys
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 from .forward import StepContext, forward_step
 from .microbatch import MicroBatch
@@ -20,13 +22,19 @@ class StepResult:
     outputs: list
 
 
-def data_iterators(model: list, microbatches: list[MicroBatch], context: StepContext):
-    """What Megatron's schedules read: the same micro-batches for each virtual stage, and rewindable for Megatron's reruns."""
+def data_iterators(model: list, microbatches: list[MicroBatch], context: StepContext, bar: str = ""):
+    """What Megatron's schedules read: the same micro-batches for each virtual stage, and rewindable for Megatron's reruns.
+
+    Args:
+        bar: title of a progress bar on the first rank's terminal; none when empty.
+    """
     from megatron.core.rerun_state_machine import RerunDataIterator
 
     for mb in microbatches:
         mb.context = context
-    iterators = [RerunDataIterator(iter(microbatches)) for _ in model]
+    hidden = not bar or dist.get_rank() != 0 or not sys.stderr.isatty()
+    shown = tqdm(microbatches, desc=bar, unit="micro-batch", leave=False, disable=hidden)
+    iterators = [RerunDataIterator(iter(shown if i == 0 else microbatches)) for i in range(len(model))]
     return iterators if len(model) > 1 else iterators[0]
 
 
@@ -63,7 +71,7 @@ def optimizer_step(model: list, optimizer, scheduler, microbatches: list[MicroBa
 
     context = replace(context, target=None, routing=routing, num_microbatches=len(microbatches), outputs=[],
                       positions=_positions(microbatches) if context.per_token_loss else None)
-    iterators, machine = data_iterators(model, microbatches, context), get_rerun_state_machine()
+    iterators, machine = data_iterators(model, microbatches, context, "train"), get_rerun_state_machine()
     while machine.should_run_forward_backward(iterators):      # again when Megatron doubts a result (--rerun-mode)
         context.outputs.clear()
         for chunk in model:
