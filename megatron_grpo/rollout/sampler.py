@@ -291,12 +291,12 @@ class Sampler:
 
     async def _stop(self) -> None:
         """End a step that failed. What was sampled stays, for `state_dict`: resuming loses no sample that was good, and no prompt."""
-        for group in self.dropped:
-            group.growing = self._trajectories(group.position, without=group.samples)
         groups = [*self.dropped, *self.running.values()]
+        await self._cancel(list(self.running))
         for group in groups:
             group.tries = 0
-        await self._cancel(list(self.running))
+            group.samples = {i: s for i, s in group.samples.items() if s.status is not Status.ABORTED}
+            group.growing += self._trajectories(group.position, without={*group.samples, *(t.sample_id for t in group.growing)})
         self.waiting += groups
         self.finished, self.kept = [*self.finished, *self.kept], []
 
