@@ -28,7 +28,7 @@ import torch.distributed as dist
 from ..settings import ConfigError
 from .config import TrainerConfig
 from .distribute import RolloutFailed, on_leaders
-from .groups import ControlGroups
+from .groups import ControlGroups, any_rank
 
 KEPT = "kept"
 POINTER = "latest_checkpointed_iteration.txt"
@@ -71,6 +71,19 @@ class Checkpoints:
             save_checkpoint(iteration, trained.model, trained.optimizer, trained.scheduler, 0)
         if not self.args.async_save:
             self._complete()
+
+    def keep_rollout(self, trained, iteration: int, leader_state) -> None:
+        """Where the rollouts stand at the end of a run whose step after `iteration` failed: beside that checkpoint, or with a new one."""
+        self.finish(wait=True)
+        if not any_rank(dist.get_rank() == 0 and iteration in complete_iterations(self.args.save), trained.device):
+            self.save(trained, iteration, leader_state)
+            self.finish(wait=True)
+            return
+        if dist.get_rank() == 0:
+            shutil.rmtree(os.path.join(_leader_directory(self.args.save, iteration), KEPT), ignore_errors=True)
+        dist.barrier()
+        on_leaders(self.groups, lambda: _write_atomically(leader_state, leader_file(
+            self.args.save, iteration, self.groups.dp_rank, self.groups.dp_size, KEPT)))
 
     def finish(self, wait: bool) -> None:
         """Move the pointer to the asynchronous save in flight if it is done; with `wait`, when it is.

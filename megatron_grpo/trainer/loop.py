@@ -14,7 +14,7 @@ from . import checkpoint
 from .advantages import fill_advantages, prepare_corrections
 from .build import Trained, build, initialize, is_last_stage, is_logger
 from .checkpoint import Checkpoints
-from .distribute import Placement, RolloutBatch, agree, distribute, on_leaders
+from .distribute import Placement, RolloutBatch, RolloutFailed, agree, distribute, on_leaders
 from .engine_link import EngineLink
 from .failure import watched
 from .flags import Settings
@@ -85,10 +85,14 @@ def train(job: Job) -> None:
         evaluate(job, 0)
     for iteration in range(args.iteration, args.train_iters, steps):
         phases, done = Phases(), iteration + steps
-        with phases("rollout"):
-            batch = rollout(job, iteration)
-        with phases("logprobs"):
-            metrics = log_probs(job, batch)
+        try:
+            with phases("rollout"):
+                batch = rollout(job, iteration)
+            with phases("logprobs"):
+                metrics = log_probs(job, batch)
+        except RolloutFailed as failure:
+            keep_rollout(job, iteration, failure.damaged)
+            raise
         with phases("train"):
             results = [update(job, mbs) for mbs in batch.mini_steps]
         with phases("publish"):
@@ -188,6 +192,19 @@ def save(job: Job, done: int) -> None:
     job.checkpoints.save(job.trained, done, state)
     if job.settings.weights.save_hf:
         job.trained.save_hf(job.settings.weights.save_hf.format(iteration=done))
+
+
+def keep_rollout(job: Job, iteration: int, damaged: frozenset[int]) -> None:
+    """Before a failed rollout ends the run: its good samples go into the checkpoint that a resumed run starts from.
+
+    The first step has none: a run that fails in it begins again.
+    """
+    if job.checkpoints is None or not iteration:
+        return
+    with paused(job):
+        state = on_leaders(job.groups, lambda: LeaderState.of(job.source, job.reference, damaged))
+    job.checkpoints.keep_rollout(job.trained, iteration, state)
+    job.log.message(f"the rollout of step {iteration + 1} failed; its good samples are kept, resume with --load {job.args.save}")
 
 
 def _check_checkpoint(args) -> None:

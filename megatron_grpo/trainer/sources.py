@@ -5,6 +5,7 @@ Every source has the same face, and lives on leaders only:
     next(step) -> (samples, counts)       the samples of the rollout that starts at optimizer step `step`, and counts that add up over leaders
     paused()                              inside, nothing is generated or drawn
     state() / restore(states)             what a checkpoint keeps (recorded rollouts: nothing); ask for it while all leaders' sources are paused
+    state_untrained(damaged)              the same after a rollout that was taken and not trained on, for the fault of these samples
     close()
     rewards_are_advantages                whether a reward hook made the last rollout's rewards advantages already
 """
@@ -14,14 +15,14 @@ import contextlib
 import os
 import sys
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from ..batch import Sample
+from ..batch import Sample, SampleGroup
 from ..rewards.reward import Rewards
 from ..rewards.shaping import shape_rewards
 from ..rollout.evaluate import evaluate
@@ -79,6 +80,9 @@ class SupervisedSource:
     def state(self) -> dict:
         return {"position": self.position}
 
+    def state_untrained(self, damaged: frozenset[int]) -> dict:
+        return {"position": self.position - self.config.rollout_batch_size}
+
     def restore(self, states: list[dict]) -> None:
         self.position = states[0]["position"]
 
@@ -112,6 +116,9 @@ class RecordedSource:
     def state(self) -> dict:
         return {}
 
+    def state_untrained(self, damaged: frozenset[int]) -> dict:
+        return {}
+
     def close(self) -> None: ...
 
 
@@ -135,7 +142,7 @@ class EngineSource:
     def __init__(self, link, tickets, *, prompts, held_out, order, tokenizer, rewards, hooks, settings, end: int, dp_rank: int, dp_size: int):
         self.link, self.held_out, self.tokenizer, self.rewards, self.hooks, self.settings = link, held_out, tokenizer, rewards, hooks, settings
         self.dp_rank, self.dp_size, self.rewards_are_advantages = dp_rank, dp_size, False
-        self.bar, self.counted = Bar(dp_rank == 0), dict[str, float]()
+        self.bar, self.counted, self.taken = Bar(dp_rank == 0), dict[str, float](), list[SampleGroup]()
         sampler = Sampler(
             link.client, prompts, order, rewards, tokenizer, settings.rollout, hooks=hooks, tickets=tickets, on_group=self.bar,
             return_routes=settings.routing.use_rollout_routing_replay, version_step=settings.trainer.num_steps_per_rollout,
@@ -143,9 +150,10 @@ class EngineSource:
         self.rollouts = Rollouts(link.events.loop, sampler, settings.trainer.control_timeout, end)
 
     def next(self, step: int) -> tuple[list[Sample], dict]:
+        self.taken = []
         with self.bar:
             rollout = self.rollouts.next(step)
-        samples = rollout.samples
+        self.taken, samples = [replace(g, samples=[replace(s) for s in g.samples]) for g in rollout.groups], rollout.samples   # before shaping
         self.rewards_are_advantages = shape_rewards(
             samples, self.settings.algorithm.reward, self.settings.rollout.rollout_max_response_len, self.hooks.reward_post_process)
         counts = {f"rollout/{name}": value for name, value in rollout.books.metrics().items()}
@@ -171,6 +179,11 @@ class EngineSource:
 
     def state(self) -> dict:
         return self.rollouts.state_dict()
+
+    def state_untrained(self, damaged: frozenset[int]) -> dict:
+        """As if the last rollout, which failed, had not been taken; its damaged samples are to be sampled again."""
+        state = self.state()
+        return state | {"groups": [*self.rollouts.sampler.untrained(self.taken, damaged), *state["groups"]]}
 
     def restore(self, states: list[dict]) -> None:
         self.rollouts.load_state_dict(states)
@@ -237,8 +250,10 @@ class LeaderState:
     reference: str | None
 
     @classmethod
-    def of(cls, source, reference) -> "LeaderState":
-        return cls(type(source).__name__, source.state(), reference and reference.identity)
+    def of(cls, source, reference, damaged: frozenset[int] | None = None) -> "LeaderState":
+        """Args: damaged: the samples for which the last rollout was not trained on; None when it was."""
+        state = source.state() if damaged is None else source.state_untrained(damaged)
+        return cls(type(source).__name__, state, reference and reference.identity)
 
 
 def restore(source, states: list[LeaderState], args, reference) -> None:
