@@ -12,9 +12,9 @@ the step with others. KL and entropy are not weighted; --seq-logprob-error-thres
     seq_mask_tis   r if the geometric mean of r is in [lo, hi], else 0   (NeMo-RL)
     geometric      the geometric mean of r if in [lo, hi], else 0
 
-A token whose r is not a finite number (the engine gave -inf or NaN) has weight 0.
+log r of a token, and the sum or mean of log r over a sequence, are clamped to [--log-ratio-min, --log-ratio-max] each for itself: the sum
+is that of the unclamped values. A token whose r is not a finite number (the engine gave -inf or NaN) has weight 0, and no part in a sum.
 """
-
 
 from dataclasses import dataclass, field
 
@@ -106,6 +106,11 @@ def log_mismatch(x: LossInputs, guard: LossConfig) -> tuple[torch.Tensor, torch.
     return torch.where(finite_T, log_r_T, 0), finite_T
 
 
+def _unclamped(x: LossInputs, finite_T: torch.Tensor) -> torch.Tensor:
+    """[T] log r, 0 where it is not a finite number: what the ratio of a sequence is the sum or mean of."""
+    return torch.where(finite_T, x.old_logp_T - x.rollout_logp_T, 0)
+
+
 def columns(x: LossInputs, c: CorrectionConfig, guard: LossConfig, geometric_weight: bool = False) -> Columns:
     """What the correction must know of whole sequences. All are without gradient."""
     out = {}
@@ -117,12 +122,13 @@ def columns(x: LossInputs, c: CorrectionConfig, guard: LossConfig, geometric_wei
     out["logprob_error"] = torch.where(finite_T, log_r_T.abs(), guard.log_ratio_max).exp()      # not a number is the largest error
     if c.use_tis:
         if c.tis_mode not in TOKEN_MODES:
-            out["log_mismatch"] = log_r_T
+            out["log_mismatch"] = _unclamped(x, finite_T)
         elif geometric_weight:
             out["log_weight"] = (_token_weight(log_r_T, finite_T, c)[0] + 1e-10).log()
     for rule in rules(c):
         if rule.level != "token":
-            value_T = _token_metric(rule, log_r_T)
+            of_sequence = rule.metric == "ratio" and rule.level != "seq_all"
+            value_T = _unclamped(x, finite_T) if of_sequence else _token_metric(rule, log_r_T)
             out[str(rule)] = (~_inside(rule, value_T)).to(log_r_T.dtype) if rule.level == "seq_all" else value_T
     return out
 
@@ -146,11 +152,11 @@ def correct(x: LossInputs, sums: Columns, c: CorrectionConfig, guard: LossConfig
                              "compares with the engine's log-probs, and this batch has none")
         log_r_T, finite_T = log_mismatch(x, guard)
         if c.use_tis:
-            out.weight_T, out.clipped_T = _tis_weight(x, log_r_T, finite_T, sums, c)
+            out.weight_T, out.clipped_T = _tis_weight(x, log_r_T, finite_T, sums, c, guard)
             if geometric_weight and c.tis_mode in TOKEN_MODES:
                 out.weight_T = mean_per_token(x, sums["log_weight"]).exp()[x.seq_T]
         for rule in rules(c):
-            _mask(out, rule.name, ~_passes(rule, x, log_r_T, sums))
+            _mask(out, rule.name, ~_passes(rule, x, log_r_T, sums, guard))
         if c.seq_logprob_error_threshold is not None:
             drop_T = (mean_per_token(x, sums["logprob_error"]) > c.seq_logprob_error_threshold)[x.seq_T]
             _mask(out, "seq_logprob_error", drop_T)
@@ -165,12 +171,12 @@ def opsm(x: LossInputs, sums: Columns, c: CorrectionConfig) -> torch.Tensor:
     return (x.advantage_T < 0) & (mean_per_token(x, sums["opsm"]) > c.opsm_delta)[x.seq_T]
 
 
-def _tis_weight(x, log_r_T, finite_T, sums, c) -> tuple[torch.Tensor, torch.Tensor]:
+def _tis_weight(x, log_r_T, finite_T, sums, c, guard) -> tuple[torch.Tensor, torch.Tensor]:
     """(weight, bool where the weight is not the plain ratio)."""
     if c.tis_mode in TOKEN_MODES:
         return _token_weight(log_r_T, finite_T, c)
-    product_S = sums["log_mismatch"].exp()
-    mean_S = mean_per_token(x, sums["log_mismatch"]).exp()
+    product_S = _clamp(sums["log_mismatch"], guard).exp()
+    mean_S = _clamp(mean_per_token(x, sums["log_mismatch"]), guard).exp()
     if c.tis_mode == "seq_tis":
         weight_T = product_S.clamp(c.tis_clip_low, c.tis_clip)[x.seq_T]
         outside_T = _outside(product_S, c)[x.seq_T]
@@ -204,13 +210,17 @@ def _inside(rule: Rule, value: torch.Tensor) -> torch.Tensor:
     return (value >= rule.low) & (value <= rule.high)
 
 
-def _passes(rule: Rule, x: LossInputs, log_r_T: torch.Tensor, sums: Columns) -> torch.Tensor:
+def _clamp(log_r_S: torch.Tensor, guard: LossConfig) -> torch.Tensor:
+    return log_r_S.clamp(guard.log_ratio_min, guard.log_ratio_max)
+
+
+def _passes(rule: Rule, x: LossInputs, log_r_T: torch.Tensor, sums: Columns, guard: LossConfig) -> torch.Tensor:
     if rule.level == "token":
         return _inside(rule, _token_metric(rule, log_r_T))
     if rule.level == "seq_all":
         return (sums[str(rule)] == 0)[x.seq_T]
-    sum_S = sums[str(rule)]
-    return _inside(rule, mean_per_token(x, sum_S) if rule.level == "seq_mean" else sum_S)[x.seq_T]
+    value_S = mean_per_token(x, sums[str(rule)]) if rule.level == "seq_mean" else sums[str(rule)]
+    return _inside(rule, _clamp(value_S, guard) if rule.metric == "ratio" else value_S)[x.seq_T]
 
 
 def _mask(out: Correction, name: str, masked_T: torch.Tensor) -> None:

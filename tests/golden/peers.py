@@ -9,7 +9,7 @@ from megatron_grpo.config import CorrectionConfig, KLConfig, LossConfig
 from megatron_grpo.losses import corrections, ratios, surrogates
 from megatron_grpo.losses.policy_loss import policy_loss, prepared
 from megatron_grpo.losses.sequence import sum_columns
-from tests.golden import NotCovered
+from tests.golden import NotCovered, choose
 from tests.golden.pack import flat, loss_inputs, rows
 
 INF = float("inf")
@@ -94,7 +94,8 @@ def outputs(case: dict, peer: Peer, correction: CorrectionConfig = CorrectionCon
     clipped_T = flags.get("low", never_T) | flags.get("high", never_T)
     got |= dict(clipfrac=rows(clipped_T.double(), lengths, x.mask_T), clip_mask=rows(clipped_T, lengths, x.mask_T),
                 dual_clip_mask=rows(flags.get("dual", never_T), lengths, x.mask_T))
-    got |= dict(clip_ratio=int((clipped_T & x.mask_T).sum()) / int(x.mask_T.sum()), ppo_kl=total.metrics["ppo_kl"])
+    got |= dict(clip_ratio=int((clipped_T & x.mask_T).sum()) / max(int(x.mask_T.sum()), 1), ppo_kl=total.metrics["ppo_kl"],
+                vllm_kl=total.metrics.get("mismatch_k1"))
     if "sum_of_sample_mean" in want:
         run = evaluate(loss_inputs(inputs, sequences=1.0, **streams), loss=LossConfig(**peer.loss | dict(reducer="seq_mean_token_mean")),
                        correction=correction)
@@ -130,16 +131,23 @@ def slime(case: dict) -> Peer:
 def verl(case: dict, reducer: str | None = None, dual: bool = False, clamp: dict | None = None) -> Peer:
     """Local denominators, or global ones times dp_size; rows are divided by (n + 1e-8)."""
     inputs, p = case["inputs"], case["inputs"]["params"]
-    info, mode = p.get("global_batch_info") or {}, reducer or p["loss_agg_mode"]
+    info, mode = p.get("global_batch_info") or {}, p.get("loss_agg_mode")
+    mode = reducer or mode      # `reducer`: the function has its own, whatever the mode
     tokens = [float(sum(row)) for row in inputs["loss_mask"]]
     dp = info.get("dp_size", 1)
-    loss = dict(reducer=VERL_REDUCERS[mode], eps_clip=p.get("clip_ratio_low", p["clip_ratio"]),
-                eps_clip_high=p.get("clip_ratio_high", p["clip_ratio"]), loss_norm_length=p.get("padded_width"))
+    loss = dict(reducer=choose(VERL_REDUCERS, mode, "loss_agg_mode"), eps_clip=p.get("clip_ratio_low", p["clip_ratio"]),
+                eps_clip_high=p.get("clip_ratio_high", p["clip_ratio"]))
+    scale, width = info.get("loss_scale_factor"), p.get("padded_width")
+    if mode == "seq-mean-token-sum-norm":
+        loss["loss_norm_length"] = scale or width
+        if loss["loss_norm_length"] is None:
+            raise NotCovered("seq-mean-token-sum-norm divides by loss_scale_factor or padded_width, and the case gives neither")
     if dual:
         loss["eps_clip_c"] = p["clip_ratio_c"]
+    counted, sequences = info.get("batch_num_tokens"), info.get("global_batch_size")
     return Peer(loss | (clamp or {}), dict(
-        tokens=(info.get("batch_num_tokens") or sum(tokens)) / dp,
-        sequences=(info.get("global_batch_size") or sum(n > 0 for n in tokens)) / dp, seq_tokens=[n + 1e-8 for n in tokens]))
+        tokens=(1 if mode == "token-sum" else counted or sum(tokens)) / dp,
+        sequences=(sequences or sum(n > 0 for n in tokens)) / dp, seq_tokens=[n + 1e-8 for n in tokens]))
 
 
 def nemo(case: dict) -> Peer:
@@ -157,9 +165,24 @@ def nemo(case: dict) -> Peer:
         loss["ratio"] = "sequence"
     if p.get("positive_example_nll_weight"):
         raise NotCovered("VAPO's NLL term on samples with a positive reward is not a part of this loss")
+    tokens, sequences = inputs["global_valid_toks"] + 1e-8, inputs["global_valid_seqs"] + 1e-8
+    if "rollout_log_probs" in inputs and loss.get("ratio") == "on_policy":
+        inputs.ignore("old_log_probs")
     return Peer(loss | UNCLAMPED, dict(
-        tokens=inputs["global_valid_toks"] + 1e-8, sequences=inputs["global_valid_seqs"] + 1e-8,
-        seq_tokens=[sum(row) + 1e-8 for row in inputs["loss_mask"]]))
+        tokens=tokens, sequences=sequences, seq_tokens=[sum(row) + 1e-8 for row in inputs["loss_mask"]]))
+
+
+def nemo_correction(p: dict) -> CorrectionConfig:
+    """Weights old/rollout: of a token, or the product over the sequence with sequence-level ratios."""
+    on, kind = p.get("use_importance_sampling_correction"), p.get("truncated_importance_sampling_type")
+    high, low = p.get("truncated_importance_sampling_ratio"), p.get("truncated_importance_sampling_ratio_min")
+    if not on:
+        return CorrectionConfig()
+    modes = {None: "tis", "tis": "tis", "icepop": "icepop", "seq-mask-tis": "seq_mask_tis"}
+    if p.get("sequence_level_importance_ratios"):
+        modes = {None: "seq_tis", "tis": "seq_tis", "icepop": "seq_icepop"}
+    return CorrectionConfig(use_tis=True, tis_mode=choose(modes, kind, "truncated_importance_sampling_type of this ratio"),
+                            tis_clip=INF if high is None else high, tis_clip_low=0.0 if low is None else low)
 
 
 def openrlhf(case: dict) -> Peer:
@@ -178,8 +201,12 @@ def trl(case: dict) -> Peer:
     """loss_type names the normaliser; means over sequences count every row, also a fully masked one."""
     inputs, p = case["inputs"], case["inputs"]["params"]
     kind, tokens = p["loss_type"], [float(sum(row)) for row in inputs["loss_mask"]]
-    steps = p.get("grad_acc", 1)
-    loss = dict(eps_clip=p.get("eps_low", 1.0), eps_clip_high=p.get("eps_high"), eps_clip_c=p.get("delta")) | UNCLAMPED
+    steps, low, high, delta = p.get("grad_acc", 1), p.get("eps_low", 1.0), p.get("eps_high"), p.get("delta")
+    inputs.ignore("num_items_in_batch", "max_completion_length")        # each is read by the normaliser that divides by it
+    p.ignore("num_items", "max_completion_length")                      # the same numbers again
+    if delta is not None and delta < 1 + (low if high is None else high):
+        raise NotCovered("delta below 1 + eps_high also lowers the ratio of a positive advantage; dual clip never does")
+    loss = dict(eps_clip=low, eps_clip_high=high, eps_clip_c=delta) | UNCLAMPED
     by_row = dict(sequences=len(tokens) * steps)
     if kind == "dr_grpo":
         return Peer(loss | dict(reducer="seq_mean_token_sum_norm", loss_norm_length=inputs["max_completion_length"]), by_row)
@@ -187,12 +214,22 @@ def trl(case: dict) -> Peer:
         return Peer(loss | dict(reducer="token_mean"), dict(tokens=inputs["num_items_in_batch"]))
     if kind == "bnpo":
         return Peer(loss | dict(reducer="token_mean"), dict(tokens=sum(tokens) * steps))
-    return Peer(loss | dict(reducer="seq_mean_token_sum" if kind == "luspo" else "seq_mean_token_mean"), by_row)
+    by_sequence = dict(grpo="seq_mean_token_mean", sapo="seq_mean_token_mean", luspo="seq_mean_token_sum")
+    return Peer(loss | dict(reducer=choose(by_sequence, kind, "loss_type")), by_row)
+
+
+PEERS = {"THUDM": "slime", "radixark": "miles", "verl-project": "verl", "NVIDIA-NeMo": "nemo", "OpenRLHF": "openrlhf",
+         "inclusionAI": "areal", "huggingface": "trl", "NVIDIA": "megatron"}
 
 
 def name(case: dict) -> str:
-    return {"THUDM": "slime", "radixark": "miles", "verl-project": "verl", "NVIDIA-NeMo": "nemo", "OpenRLHF": "openrlhf",
-            "inclusionAI": "areal", "huggingface": "trl", "NVIDIA": "megatron"}[case["source"].split("/")[0]]
+    return choose(PEERS, case["source"].split("/")[0], "source")
+
+
+def setup_of(case: dict) -> Peer:
+    """The settings of the case's peer, for the functions that take its policy loss."""
+    known = dict(slime=slime, verl=verl, nemo=nemo, openrlhf=openrlhf, areal=areal, trl=trl)
+    return choose(known, name(case), "a policy loss of")(case)
 
 
 def rollout_of_weights(inputs: dict) -> torch.Tensor:

@@ -7,11 +7,12 @@ tests/golden/adapters/<family>.py:
 
     def run(case, pool) -> dict           # output name -> value, shaped like case["outputs"]; None inside a value is not compared
     IGNORED = {"name": "why"}             # optional: outputs that are not compared
+    UNREAD = {"name": "why"}              # optional: inputs and params that change nothing here; in some cases only: inputs.ignore
     def tolerance(case, name) -> float    # optional: default 1e-9, absolute below 1 and relative above
 
 It reads `inputs` and `params`, never values it knows. `raise tests.golden.NotCovered("why")` names a case that the package does not
-cover. Every output of a case is computed or in IGNORED, else the case fails; of a dict of metrics, those that the adapter gives are
-compared.
+cover. A case is not covered either when it holds an input or option that the adapter did not look at (unless in UNREAD), or lacks one
+that it asked for, or has an output that is neither computed nor in IGNORED. Of a dict of metrics, those that the adapter gives are compared.
 `pool` runs ranks (megatron_grpo/verify/ranks.py). Exit status: 0 when no case failed.
 """
 
@@ -27,9 +28,11 @@ if __name__ == "__main__":
 
 import torch
 
-from tests.golden import NotCovered
+from tests.golden import NotCovered, Recorded
 
 ADAPTERS = Path(__file__).parent / "adapters"
+DESCRIPTIVE = ("response_lengths", "prompt_lengths", "total_lengths", "group_ids")
+"""Inputs that say where the rows of the others come from; many functions need none of it."""
 
 
 @dataclass
@@ -44,10 +47,13 @@ class Report:
 
 def run_file(path: Path, pool) -> Report:
     """Every case of one file."""
-    data = json.loads(path.read_text())
-    report = Report(data["family"])
+    try:
+        data = json.loads(path.read_text())
+        report, cases = Report(data["family"]), data["cases"]
+    except (ValueError, KeyError, TypeError) as error:
+        return Report(path.stem, failed=[(path.name, f"not a golden file: {type(error).__name__}: {error}")])
     adapter = adapter_of(report.family)
-    for case in data["cases"]:
+    for case in cases:
         if adapter is None:
             report.not_covered.append((case["id"], "no adapter for this family"))
             continue
@@ -73,15 +79,25 @@ def adapter_of(family: str):
 
 
 def check(case: dict, adapter, pool) -> list[str]:
-    """What differs between the adapter's outputs and the case's; empty when it passes."""
+    """What differs between the adapter's outputs and the case's; empty when it passes.
+
+    Raises:
+        NotCovered: the adapter says so; it left an option or an output of the case unread.
+    """
+    case = case | dict(inputs=Recorded(case["inputs"]))
     got, want = adapter.run(case, pool), case["outputs"]
-    problems = [f"{name}: computed, but not an output of the case" for name in got if name not in want]
+    unread = [path for path in case["inputs"].unread() if path.split(".")[-1] not in (*DESCRIPTIVE, *getattr(adapter, "UNREAD", {}))]
+    if unread:
+        raise NotCovered(f"the adapter does not know {', '.join(unread)}")
+    problems, missing = [f"{name}: computed, but not an output of the case" for name in got if name not in want], []
     for name, expected in want.items():
         if name in got:
             tolerance = adapter.tolerance(case, name) if hasattr(adapter, "tolerance") else 1e-9
             problems += compare(name, got[name], expected, tolerance)
         elif name not in getattr(adapter, "IGNORED", {}):
-            problems.append(f"{name}: not computed")
+            missing.append(name)
+    if missing and not problems:
+        raise NotCovered(f"the adapter does not compute {', '.join(missing)}; the other outputs agree")
     return problems
 
 

@@ -71,6 +71,21 @@ def test_sequence_weights():
     close(weight(r, tis_mode="geometric", tis_clip=1.5, tis_clip_low=1.45), [0.0] * 3)
 
 
+def test_the_ratio_of_a_sequence_is_clamped_as_a_whole():
+    """verl and slime clamp the sum of log r to +-20, not its terms: tokens of +30 and -25 make e^5, two of +30 make e^20."""
+    def logs(*values):
+        n = len(values)
+        return row([-1.0] * n, [-1.0] * n, 1.0, rollout_logp_T=-1 - torch.tensor(values, dtype=torch.float64))
+
+    product = dict(use_tis=True, tis_mode="seq_tis", tis_clip=math.inf)
+    close(correction(logs(30.0, -25.0), **product).weight_T, [math.exp(5)] * 2)
+    close(correction(logs(30.0, 30.0), **product).weight_T, [math.exp(20)] * 2)
+    close(correction(logs(*[-30.0] * 40), **product).weight_T, [math.exp(-20)] * 40)
+    close(correction(logs(30.0, -25.0), use_tis=True, tis_mode="geometric", tis_clip=20.0).weight_T, [math.exp(2.5)] * 2)
+    for rule, kept in (("seq_sum_ratio=100..200", True), ("seq_mean_ratio=12..13", True), ("seq_sum_ratio=..100", False)):
+        assert (correction(logs(30.0, -25.0), rejection=(rule,)).weight_T != 0).tolist() == [kept] * 2
+
+
 def test_sequence_bands_are_closed():
     x = mismatch([2.0, 2.0])
     total = (x.old_logp_T - x.rollout_logp_T).sum(0, keepdim=True)

@@ -5,31 +5,34 @@ import torch
 from megatron_grpo.config import LossConfig
 from megatron_grpo.losses.reducers import REDUCERS
 from megatron_grpo.parallel.layout import Layout
-from tests.golden import NotCovered, peers
+from tests.golden import NotCovered, choose, peers
 from tests.golden.pack import flat, loss_inputs, rows
 
 NAN_RULE = "the peer's loss is NaN (0/0, or NaN under the mask); here it is 0 or unaffected by what the mask hides"
 
 
 def run(case: dict, pool) -> dict:
-    peer, inputs, p, want = case["source"].split("/")[0], case["inputs"], case["inputs"]["params"], case["outputs"]
+    peer, inputs, p, want = peers.name(case), case["inputs"], case["inputs"]["params"], case["outputs"]
     if "loss" in want and want["loss"] != want["loss"]:
         raise NotCovered(NAN_RULE)
     counts = torch.tensor([float(sum(row)) for row in inputs["loss_mask"]], dtype=torch.float64)
     valid = float((counts > 0).sum())
-    if peer == "huggingface":
+    if peer == "trl":
         return peers.outputs(case, peers.trl(case))
-    if peer == "verl-project":
+    if peer == "verl":
         return _verl(inputs, p, counts, valid)
-    if peer == "OpenRLHF":
-        scale = p.get("dp_size", 1)
+    if peer == "openrlhf":
+        scale, tokens, sequences = p.get("dp_size", 1), p.get("batch_num_tokens", counts.sum().item()), p.get("global_batch_size", valid)
         if p["token_level_loss"]:
-            return _loss(inputs, "token_mean", tokens=p.get("batch_num_tokens", counts.sum().item()) / scale)
-        return _loss(inputs, "seq_mean_token_mean", sequences=p.get("global_batch_size", valid) / scale, seq_tokens=counts + 1e-8)
-    if peer == "NVIDIA-NeMo":
+            return _loss(inputs, "token_mean", tokens=tokens / scale)
+        return _loss(inputs, "seq_mean_token_mean", sequences=sequences / scale, seq_tokens=counts + 1e-8)
+    if peer == "nemo":
         return _nemo(case, inputs, p)
-    if peer == "radixark":
-        return dict(value=_loss(inputs, "token_mean", tokens=1.0 if p["calculate_per_token_loss"] else p["DIVISOR"])["loss"])
+    if peer == "miles":
+        divisor = p["DIVISOR"]
+        return dict(value=_loss(inputs, "token_mean", tokens=1.0 if p["calculate_per_token_loss"] else divisor)["loss"])
+    if peer != "slime":
+        raise NotCovered(f"no reducer of {peer} is known")
     if "loss_function" in case["source"].split(":")[-1]:
         return _slime_loss_function(inputs, p, counts)
     return _slime(inputs, p, counts)
@@ -50,22 +53,26 @@ def _loss(inputs: dict, reducer: str, **denominators) -> dict:
 
 def _verl(inputs, p, counts, valid):
     mode, dp = p["loss_agg_mode"], p.get("dp_size", 1)
-    tokens = 1 / dp if mode == "token-sum" else p.get("batch_num_tokens", counts.sum().item()) / dp
-    return _loss(inputs, peers.VERL_REDUCERS[mode], norm=p.get("loss_scale_factor", p["padded_width"]), tokens=tokens,
-                 seq_tokens=counts + 1e-8, sequences=p.get("global_batch_size", valid) / dp)
+    tokens, sequences = p.get("batch_num_tokens", counts.sum().item()), p.get("global_batch_size", valid)
+    return _loss(inputs, choose(peers.VERL_REDUCERS, mode, "loss_agg_mode"), norm=p.get("loss_scale_factor", p["padded_width"]),
+                 tokens=(1 if mode == "token-sum" else tokens) / dp, seq_tokens=counts + 1e-8, sequences=sequences / dp)
 
 
 def _nemo(case, inputs, p):
-    mask = [[m * s for m in row] for row, s in zip(inputs["loss_mask"], inputs["sample_mask"], strict=True)]
+    """Only the id says over what masked_mean was taken."""
+    mask, total = [[m * s for m in row] for row, s in zip(inputs["loss_mask"], inputs["sample_mask"], strict=True)], p["global"]
     if "_token_" in case["id"]:
-        return _loss(inputs, "token_mean", tokens=(p["global"] or sum(map(sum, mask))) + 1e-8)
-    return _loss(inputs, "seq_mean_token_mean", sequences=(p["global"] or sum(inputs["sample_mask"])) + 1e-8,
+        return _loss(inputs, "token_mean", tokens=(sum(map(sum, mask)) if total is None else total) + 1e-8)
+    if "_seq_" not in case["id"]:
+        raise NotCovered("the id has neither _token_ nor _seq_, and nothing else says what the mean is over")
+    return _loss(inputs, "seq_mean_token_mean", sequences=(sum(inputs["sample_mask"]) if total is None else total) + 1e-8,
                  seq_tokens=[sum(row) + 1e-8 for row in inputs["loss_mask"]])
 
 
 def _slime_reduce(inputs, p, counts):
     """Weights and losses under slime's sum over samples of the sample mean, or its token sum."""
     denominators = p.get("sample_denoms", p.get("rollout_mask_sums"))
+    p.ignore("rollout_mask_sums")               # of the token sum, which has no denominators
     if p["calculate_per_token_loss"]:
         return _reduce(inputs, "token_mean", tokens=1.0)
     if denominators is None:
@@ -95,9 +102,9 @@ def _slime(inputs, p, counts):
 def _slime_loss_function(inputs, p, counts):
     """What slime hands to Megatron, whose own factors follow: in sample mode the step's loss over its count, times DP and CP ranks."""
     _, loss_T = _slime_reduce(inputs, p, counts)
+    of_samples = p["num_microbatches"] / p["step_global_batch_size"] * p["dp_size"] * p["cp_size"]
+    scale, normalizer = of_samples, 1
     if p["calculate_per_token_loss"]:
         scale, normalizer = p["cp_size"], counts.clamp(min=1).sum().item()
-    else:
-        scale, normalizer = p["num_microbatches"] / p["step_global_batch_size"] * p["dp_size"] * p["cp_size"], 1
     return dict(ranks=[dict(scaled_loss=loss_T[index].sum().item() * scale, normalizer=normalizer)
                        for index in _shards(inputs, p["cp_size"])])

@@ -7,7 +7,9 @@ from megatron_grpo.parallel.layout import Layout
 
 def run(case: dict, pool) -> dict:
     inputs = case["inputs"]
-    return _one_sequence(**inputs) if "total_length" in inputs else _packed(inputs, inputs["params"])
+    if "total_length" in inputs:
+        return _one_sequence(inputs["total_length"], inputs["response_length"], inputs["cp_size"])
+    return _packed(inputs, inputs["params"])
 
 
 def _one_sequence(total_length: int, response_length: int, cp_size: int) -> dict:

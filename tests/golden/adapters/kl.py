@@ -4,10 +4,11 @@ import torch
 
 from megatron_grpo.config import KLConfig, LossConfig
 from megatron_grpo.losses.kl import kl_loss
-from tests.golden import peers
+from tests.golden import NotCovered, choose, peers
 from tests.golden.pack import flat, loss_inputs, rows
 
 IGNORED = {"kl_dtype": "the peer's; here the dtype of the inputs is kept", "metrics": "of NeMo-RL and TRL; the KL is compared as the loss"}
+KINDS = {k: k for k in ("k1", "k2", "k3", "low_var_kl", "abs")}
 FLOAT32 = ("slime", "miles", "openrlhf", "areal")           # peers that compute in float32
 
 
@@ -42,17 +43,20 @@ def _settings(peer: str, p: dict) -> dict:
     off = dict(kl_input_clamp=peers.INF, kl_gradient="pathwise")
     if peer in ("slime", "miles"):      # no clamp of the log-ratio; miles has one in low_var_kl
         clamp = dict(kl_input_clamp=20.0) if peer == "miles" and p["kl_loss_type"] == "low_var_kl" else {}
-        return off | dict(kl_loss_type=p["kl_loss_type"], use_unbiased_kl=p["importance_ratio"]) | clamp
+        kind = choose(KINDS, p["kl_loss_type"], "kl_loss_type")
+        return off | dict(kl_loss_type=kind, use_unbiased_kl=p["importance_ratio"]) | clamp
     if peer == "nemo":
         bounds = dict(kl_input_clamp=_given(p["input_clamp_value"]), kl_output_clamp=_given(p["output_clamp_value"]))
         weight = {"score": dict(kl_gradient="score_function"), "on_policy": dict(use_unbiased_kl=True), None: dict(kl_gradient="pathwise")}
-        return dict(kl_loss_type=p["kl_type"]) | bounds | weight[p["weights"]]
+        return dict(kl_loss_type=choose(KINDS, p["kl_type"], "kl_type")) | bounds | choose(weight, p["weights"], "weights")
     if peer == "verl":
         kind = p["kl_penalty"]
-        ours = {"kl": "k1", "mse": "k2", "k3": "low_var_kl"}.get(kind.rstrip("+"), kind.rstrip("+"))
+        ours = choose(KINDS | {"kl": "k1", "mse": "k2", "k3": "low_var_kl"}, kind.removesuffix("+"), "kl_penalty")
         return dict(kl_loss_type=ours, kl_gradient="straight_through" if kind.endswith("+") else "pathwise",
                     kl_input_clamp=20.0 if ours == "low_var_kl" else peers.INF)
-    return off | dict(kl_loss_type=p["kl_estimator"], kl_output_clamp=10.0)
+    if peer not in ("openrlhf", "areal"):
+        raise NotCovered(f"no KL of {peer} is known")
+    return off | dict(kl_loss_type=choose(KINDS, p["kl_estimator"], "kl_estimator"), kl_output_clamp=10.0)
 
 
 def _given(x):
@@ -60,9 +64,12 @@ def _given(x):
 
 
 def _in_loss(case: dict, peer: str, p: dict) -> dict:
-    setup = getattr(peers, peer)(case)
+    if peer not in ("nemo", "trl"):
+        raise NotCovered(f"the KL in the loss of {peer} is not known")
+    setup = peers.setup_of(case)
     if peer == "nemo":
-        kl = dict(kl_loss_coef=p["reference_policy_kl_penalty"], kl_loss_type=p["reference_policy_kl_type"], kl_output_clamp=10.0,
+        kind = choose(KINDS, p["reference_policy_kl_type"], "reference_policy_kl_type")
+        kl = dict(kl_loss_coef=p["reference_policy_kl_penalty"], kl_loss_type=kind, kl_output_clamp=10.0,
                   use_unbiased_kl=p["use_on_policy_kl_approximation"])
     else:
         kl = dict(kl_loss_coef=p["beta"], kl_loss_type="k3", kl_input_clamp=peers.INF, use_unbiased_kl=p["bias_kl"], kl_gradient="pathwise")

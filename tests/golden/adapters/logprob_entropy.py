@@ -6,6 +6,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_grpo.logprobs import vocab_parallel_logprob
+from tests.golden import choose
+
+UNREAD = {"recipe": "_draw follows it", "w_lp": "drawn again", "w_ent": "drawn again", "check": "sums of what is drawn again"}
 
 DTYPES = dict(on_float32_logits=torch.float32, on_bfloat16_logits=torch.bfloat16)
 
@@ -54,7 +57,7 @@ def _draw(inputs: dict):
     draw = dict(generator=g, dtype=torch.float64)
     logits = torch.randn(T, V, **draw) * inputs["scale"] + inputs["offset"]
     torch.randint(0, valid, (T,), generator=g)                  # the targets, given in the file
-    if inputs["kind"] == "spike":
+    if choose(dict(normal=False, spike=True), inputs["kind"], "kind of logits"):
         logits[torch.arange(T), torch.randint(0, valid, (T,), generator=g)] = 1e4
     logits[:, valid:] = -torch.inf
     w_lp, w_ent = torch.randn(T, **draw), torch.randn(T, **draw)

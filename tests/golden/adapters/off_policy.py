@@ -7,11 +7,12 @@ import torch
 
 from megatron_grpo.config import CorrectionConfig, KLConfig, LossConfig
 from megatron_grpo.losses.renormalize import prepare_step
-from tests.golden import peers
+from tests.golden import NotCovered, choose, peers
 from tests.golden.adapters.ppo_clip import megatron
 from tests.golden.pack import flat, loss_inputs, rows
 
-IGNORED = {"vllm_kl": "mean(rollout - old): compared as verl's kl", "clip_mask": "AReaL takes rejected tokens out of it; see ppo_clip"}
+IGNORED = {"clip_mask": "AReaL takes rejected tokens out of it; see ppo_clip"}
+UNREAD = {"rewards": "of the error mask: they play no part in it"}
 CLAMPED = dict(log_ratio_min=-20.0, log_ratio_max=20.0)
 
 
@@ -35,16 +36,16 @@ def run(case: dict, pool) -> dict:
         return _opsm(case)
     if function == "policy_loss_function":
         return _slime_whole(case)
-    if peer == "megatron":
-        return megatron(case)
-    return globals()[f"_{peer}"](case)
+    known = dict(slime=_slime, nemo=_nemo, openrlhf=_openrlhf, areal=_areal, trl=_trl, megatron=megatron)
+    return choose(known, peer, f"{function} of")(case)
 
 
 # ---- losses with a weight ------------------------------------------------------------------------------------------------
 
 
 def _slime(case: dict) -> dict:
-    p, mode = case["inputs"]["params"], "icepop" if "icepop" in case["source"] else "tis"
+    p, function = case["inputs"]["params"], case["source"].split(":")[-1]
+    mode = choose(dict(vanilla_tis_function="tis", icepop_function="icepop"), function, "correction of slime")
     correction = CorrectionConfig(use_tis=True, tis_mode=mode, tis_clip=p["tis_clip"], tis_clip_low=p["tis_clip_low"])
     found = peers.weights(case["inputs"], correction, LossConfig(**peers.UNCLAMPED))
     mask_T, lengths = flat(case["inputs"]["loss_mask"], torch.bool), case["inputs"]["response_lengths"]
@@ -53,35 +54,37 @@ def _slime(case: dict) -> dict:
 
 
 def _nemo(case: dict) -> dict:
-    p = case["inputs"]["params"]
-    setup, kind = peers.nemo(case), p.get("truncated_importance_sampling_type")
-    correction = CorrectionConfig()
-    if p.get("use_importance_sampling_correction"):
-        mode = {None: "tis", "tis": "tis", "icepop": "icepop", "seq-mask-tis": "seq_mask_tis"}[kind]
-        if p.get("sequence_level_importance_ratios"):
-            mode = {"tis": "seq_tis", "icepop": "seq_icepop"}[mode]
-        high, low = p.get("truncated_importance_sampling_ratio"), p.get("truncated_importance_sampling_ratio_min")
-        correction = CorrectionConfig(use_tis=True, tis_mode=mode, tis_clip=peers.INF if high is None else high,
-                                      tis_clip_low=0.0 if low is None else low)
-    return peers.outputs(case, setup, correction)
+    return peers.outputs(case, peers.nemo(case), peers.nemo_correction(case["inputs"]["params"]))
 
 
 def _openrlhf(case: dict) -> dict:
     p = case["inputs"]["params"]
+    if not p["enable_vllm_is_correction"] or p.get("policy_loss_type", "ppo") != "ppo":
+        raise NotCovered("only OpenRLHF's ppo loss with its correction on is weighted")
     low, high = p["vllm_is_truncated_threshold"]
-    mode = p["vllm_is_correction_type"].replace("-", "_")
+    modes = {"tis": "tis", "icepop": "icepop", "seq-mask-tis": "seq_mask_tis"}
+    mode = choose(modes, p["vllm_is_correction_type"], "vllm_is_correction_type")
     return peers.outputs(case, peers.openrlhf(case), CorrectionConfig(use_tis=True, tis_mode=mode, tis_clip=high, tis_clip_low=low))
 
 
 def _areal(case: dict) -> dict:
     p = case["inputs"]["params"]["rejection_sampling"]
     low, high = p["lower"], p["upper"]
+    kind = tuple(p[k] for k in ("level", "action", "agg"))
+    if kind[0] == "token":
+        kind = kind[:2]
     if p["metric"] == "ratio":
-        mode = "geometric" if p["level"] == "sequence" else {"mask": "icepop", "clamp": "tis"}[p["action"]]
+        known = {("token", "mask"): "icepop", ("token", "clamp"): "tis", ("sequence", "mask", "mean"): "geometric"}
+        mode = choose(known, kind, "rejection_sampling of the ratio")
         correction = CorrectionConfig(use_tis=True, tis_mode=mode, tis_clip=high, tis_clip_low=0.0 if low is None else low)
     else:                       # kept tokens carry their plain ratio
-        level = {"max": "seq_all", "mean": "seq_mean", "sum": "seq_sum"}[p["agg"]] if p["level"] == "sequence" else "token"
-        rule = f"{level}_{p['metric'].removeprefix('kl_')}={'' if low is None else low}..{high}"
+        known = {("token", "mask"): "token"} | {("sequence", "mask", agg): f"seq_{ours}" for agg, ours in
+                                                (("max", "all"), ("mean", "mean"), ("sum", "sum"))}
+        level = choose(known, kind, "rejection_sampling of a KL")
+        metric = choose(dict(kl_k1="k1", kl_k2="k2", kl_k3="k3"), p["metric"], "rejection_sampling.metric")
+        if metric == "k1" and level == "seq_all":
+            raise NotCovered("the maximum of a signed KL against a lower bound is no rule of all tokens")
+        rule = f"{level}_{metric}={'' if low is None else low}..{high}"
         correction = CorrectionConfig(use_tis=True, tis_clip=peers.INF, rejection=(rule,))
     found = peers.weights(case["inputs"], correction, LossConfig(**peers.UNCLAMPED))
     mask_T = flat(case["inputs"]["loss_mask"], torch.bool)
@@ -95,7 +98,10 @@ def _areal(case: dict) -> dict:
 
 def _trl(case: dict) -> dict:
     p = case["inputs"]["params"]
-    mode = {"token_truncate": "tis", "token_mask": "icepop", "sequence_truncate": "seq_tis", "sequence_mask": "seq_icepop"}[p["mode"]]
+    modes = {"token_truncate": "tis", "token_mask": "icepop", "sequence_truncate": "seq_tis", "sequence_mask": "seq_icepop"}
+    mode = choose(modes, p["mode"], "mode")
+    if p["clip_max"] is None:
+        raise NotCovered("no upper bound")
     correction = CorrectionConfig(use_tis=True, tis_mode=mode, tis_clip=p["clip_max"], tis_clip_low=p["clip_min"] or 0.0)
     return peers.outputs(case, peers.trl(case), correction) | dict(importance_sampling_ratio=None)     # padded; seen through the loss
 
@@ -106,11 +112,13 @@ def _slime_whole(case: dict) -> dict:
     loss = dict(eps_clip=p.get("eps_clip", 0.2), eps_clip_high=p.get("eps_clip_high", 0.28), eps_clip_c=p.get("eps_clip_c"),
                 entropy_coef=p.get("entropy_coef", 0.0),
                 reducer="token_mean" if p.get("calculate_per_token_loss") else "rollout_mean")
-    loss |= {"gspo": dict(ratio="sequence"), "cispo": dict(surrogate="cispo")}.get(p.get("advantage_estimator"), {})
+    estimators = {None: {}, "grpo": {}, "gspo": dict(ratio="sequence"), "cispo": dict(surrogate="cispo")}
+    loss |= choose(estimators, p.get("advantage_estimator"), "advantage_estimator")
     kl = KLConfig(
         use_kl_loss=p.get("use_kl_loss", False), kl_loss_coef=p.get("kl_loss_coef", 0.0), kl_loss_type=p.get("kl_loss_type", "k1"),
         use_unbiased_kl=p.get("use_unbiased_kl", False), kl_gradient="pathwise", kl_input_clamp=peers.INF)
-    icepop = p.get("custom_tis_function_path") == "icepop"
+    choose({k: k for k in ("k1", "k2", "k3", "low_var_kl")}, kl.kl_loss_type, "kl_loss_type")
+    icepop = choose({None: False, "icepop": True}, p.get("custom_tis_function_path"), "custom_tis_function_path")
     correction = CorrectionConfig(
         use_tis=p.get("use_tis", False), tis_mode="icepop" if icepop else "tis", tis_clip=p.get("tis_clip", 2.0),
         tis_clip_low=p.get("tis_clip_low", 0.0), use_opsm=p.get("use_opsm", False), opsm_delta=p.get("opsm_delta", 1e-4),
@@ -133,26 +141,32 @@ def _slime_whole(case: dict) -> dict:
 def _mis(case: dict) -> dict:
     """slime's helper: the weight is compared times the mask, since ours says both with one number."""
     inputs, p = case["inputs"], case["inputs"]["params"]
-    mode = {("token", "truncate"): "tis", ("token", "clip"): "tis", ("token", "mask"): "icepop", ("sequence", "truncate"): "seq_tis",
-            ("sequence", "mask"): "seq_icepop", ("geometric", "mask"): "geometric"}[p["tis_level"], p["tis_mode"]]
+    if not p["use_tis"]:
+        raise NotCovered("rejection without weights")
+    modes = {("token", "truncate"): "tis", ("token", "clip"): "tis", ("token", "mask"): "icepop", ("sequence", "truncate"): "seq_tis",
+             ("sequence", "clip"): "seq_tis", ("sequence", "mask"): "seq_icepop", ("geometric", "mask"): "geometric"}
+    mode = choose(modes, (p["tis_level"], p["tis_mode"]), "(tis_level, tis_mode)")
     low = (p["tis_lower_bound"] or 1 / p["tis_upper_bound"]) if p["tis_mode"] != "truncate" else 0.0
     rejection = ()
     if p["use_rs"]:
-        level = {"token": "token", "sequence": "seq_sum", "geometric": "seq_mean"}[p["rs_level"]]
+        level = choose({"token": "token", "sequence": "seq_sum", "geometric": "seq_mean"}, p["rs_level"], "rs_level")
         high = p["rs_upper_bound"] or p["tis_upper_bound"]
         rejection = (f"{level}_ratio={p['rs_lower_bound'] or 1 / high}..{high}",)
+    p.ignore("tis_lower_bound", "rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold")    # of what is off
     correction = CorrectionConfig(
         use_tis=True, tis_mode=mode, tis_clip=p["tis_upper_bound"], tis_clip_low=low, rejection=rejection,
         rs_veto_threshold=p["rs_veto_threshold"] if p["use_rs"] else None, tis_batch_normalize=p["tis_batch_normalize"])
     weight_T = _step_weights(inputs, correction, LossConfig(**CLAMPED), every_row=True)
-    return _compared(case, weight_T, "modified_masks")
+    return _compared(case, weight_T, weight_T != 0, "modified_masks")
 
 
 def _verl(case: dict) -> dict:
     inputs, p = case["inputs"], case["inputs"]["params"]
     correction = _verl_correction(p)
     weight_T = _step_weights(inputs, correction, LossConfig(**CLAMPED))
-    got = _compared(case, weight_T, "modified_mask")
+    rejection = replace(correction, use_tis=False, tis_batch_normalize=False)       # verl's IcePop is a weight, not a mask
+    kept_T = peers.weights(inputs, rejection, LossConfig(**CLAMPED)).weight_T != 0
+    got = _compared(case, weight_T, kept_T, "modified_mask")
     x = loss_inputs(inputs)
     x.__dict__["logp_T"] = x.old_logp_T.clone().requires_grad_()
     run = peers.evaluate(x, loss=LossConfig(reducer="token_mean", **peers.UNCLAMPED))
@@ -160,7 +174,7 @@ def _verl(case: dict) -> dict:
     want = case["outputs"]["metrics"]
     ours = dict(kl=run.metrics["mismatch_k1"] * shrink, k3_kl=run.metrics["mismatch_k3"] * shrink)
     if "rollout_rs_masked_fraction" in want:
-        kept = float(((weight_T != 0) & x.mask_T).sum())
+        kept = float((kept_T & x.mask_T).sum())
         ours["rollout_rs_masked_fraction"] = 1 - kept / float(x.mask_T.sum())
     return got | dict(metrics=ours)
 
@@ -168,11 +182,14 @@ def _verl(case: dict) -> dict:
 def _verl_correction(p: dict) -> CorrectionConfig:
     settings = dict(tis_batch_normalize=p.get("rollout_is_batch_normalize", False))
     if p.get("rollout_is"):
+        choose(dict(token=0, sequence=0), p["rollout_is"], "rollout_is")
         low, _, high = str(p["rollout_is_threshold"]).rpartition("_")
         mode = ("icepop" if low else "tis") if p["rollout_is"] == "token" else ("seq_icepop" if low else "seq_tis")
         settings |= dict(use_tis=True, tis_mode=mode, tis_clip=float(high), tis_clip_low=float(low or 0.0))
     if p.get("rollout_rs"):
         names, bands = p["rollout_rs"].split(","), str(p["rollout_rs_threshold"]).split(",")
+        if len(names) != len(bands):
+            raise NotCovered(f"{len(bands)} thresholds of {len(names)} rules")
         settings["rejection"] = tuple(_verl_rule(n, b) for n, b in zip(names, bands, strict=True))
     return CorrectionConfig(**settings)
 
@@ -180,7 +197,8 @@ def _verl_correction(p: dict) -> CorrectionConfig:
 def _verl_rule(name: str, band: str) -> str:
     """verl gives the band of k1 as ratios rollout/old, a single number as its upper end; of k2 and k3 an upper bound."""
     low, _, high = band.rpartition("_")
-    name = name.replace("seq_max", "seq_all")
+    known = {f"{level}_k{k}": f"{level}_k{k}" for level in ("token", "seq_sum", "seq_mean") for k in (1, 2, 3)}
+    name = choose(known | dict(seq_max_k2="seq_all_k2", seq_max_k3="seq_all_k3"), name.strip(), "rollout_rs")
     if name.endswith("k1"):
         return f"{name}={math.log(float(low) if low else 1 / float(high))!r}..{math.log(float(high))!r}"
     return f"{name}=..{high}"
@@ -199,17 +217,13 @@ def _step_weights(inputs: dict, correction: CorrectionConfig, loss: LossConfig, 
     return weight_T
 
 
-def _compared(case: dict, weight_T: torch.Tensor, mask_name: str) -> dict:
+def _compared(case: dict, weight_T: torch.Tensor, kept_T: torch.Tensor, mask_name: str) -> dict:
     """Ours is one number; theirs a weight (zero or not at masked tokens) and a mask: compare the mask, and the weight where it is 1."""
     inputs, want = case["inputs"], case["outputs"]
-    mask_T = flat(inputs["loss_mask"], torch.bool)
-    kept_T = mask_T & (weight_T != 0)
+    kept_T = flat(inputs["loss_mask"], torch.bool) & kept_T
     got = {mask_name: rows(kept_T.double(), inputs["response_lengths"])}
     if want["weights"] is None:
         return got | dict(weights=None)
-    if inputs["params"].get("rollout_is") and not inputs["params"].get("rollout_rs"):     # verl's IcePop is a weight, not a mask
-        got[mask_name] = inputs["loss_mask"]
-        kept_T = mask_T
     return got | dict(weights=rows(weight_T, inputs["response_lengths"], kept_T))
 
 
@@ -217,9 +231,13 @@ def _verl_bypass(case: dict) -> dict:
     """old = rollout; weights and rejection compare the current policy with it, and rejected tokens leave the denominator."""
     inputs, p = case["inputs"], case["inputs"]["params"]
     correction = replace(_verl_correction(p), renormalize_masked=True)
+    if not p["bypass_mode"] or correction.tis_mode in ("icepop", "seq_icepop") or correction.tis_batch_normalize:
+        raise NotCovered("IcePop's zeros stay in verl's denominator, and its normalised weights are those before rejection")
+    reinforce = choose(dict(reinforce=True, ppo_clip=False), p["loss_type"], "loss_type")
+    p.ignore("clip_ratio", "rollout_rs_threshold", "rollout_is_threshold", *["clip_ratio_low", "clip_ratio_high", "clip_ratio_c"] * reinforce)
     x = loss_inputs(inputs)
     x.__dict__["old_logp_T"] = x.logp_T.detach().clone()
-    if p["loss_type"] == "reinforce":
+    if reinforce:
         loss = LossConfig(surrogate="reinforce", ratio="none", reducer="token_mean", **CLAMPED)
     else:                       # no weight, only the rejection; the ratio is current / rollout
         loss = LossConfig(reducer="token_mean", eps_clip=p["clip_ratio_low"], eps_clip_high=p["clip_ratio_high"],

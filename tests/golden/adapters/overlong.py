@@ -5,10 +5,10 @@ import numpy as np
 from megatron_grpo.batch import Sample, Status
 from megatron_grpo.config import RewardConfig
 from megatron_grpo.rewards.shaping import overlong_punishment, shape_rewards
-from tests.golden import NotCovered
+from tests.golden import NotCovered, choose
 from tests.golden.peers import name
 
-BOUNDED = ("openrlhf", "trl")
+BOUNDED = dict(openrlhf=True, trl=True, verl=False, nemo=False, areal=False)
 
 
 def tolerance(case: dict, output: str) -> float:
@@ -20,11 +20,14 @@ def run(case: dict, pool) -> dict:
     if "assistant_lengths" in inputs:
         raise NotCovered("the peer's legacy path measures only the first assistant message; ours measures the response")
     if "truncated" in inputs:
-        config = RewardConfig(stop_properly_penalty_coef=p.get("coef", p.get("stop_properly_penalty_coef")))
+        coefficient = p["coef"] if "coef" in p else p["stop_properly_penalty_coef"]
+        if coefficient < 0 and name(case) != "openrlhf":
+            raise NotCovered("a negative coefficient is the truncated reward itself here; NeMo-RL multiplies by it")
+        config = RewardConfig(stop_properly_penalty_coef=coefficient)
         samples = [_sample(i, 4, r, t) for i, (r, t) in enumerate(zip(inputs["rewards"], inputs["truncated"], strict=True))]
         shape_rewards(samples, config, max_response_len=100)
         return dict(reward=[s.reward for s in samples])
-    bounded, limits = name(case) in BOUNDED, (p["max_response_length"], p["overlong_buffer_len"])
+    bounded, limits = choose(BOUNDED, name(case), "the overlong penalty of"), (p["max_response_length"], p["overlong_buffer_len"])
     config = RewardConfig(overlong_buffer_len=limits[1], overlong_penalty_factor=p["penalty_factor"], overlong_unbounded=not bounded)
     samples = [_sample(i, n, inputs.get("base_reward", 0.0), False) for i, n in enumerate(inputs["lengths"])]
     shape_rewards(samples, config, max_response_len=limits[0])

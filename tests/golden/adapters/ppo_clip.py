@@ -5,10 +5,8 @@ import torch
 from megatron_grpo.config import CorrectionConfig, KLConfig, LossConfig
 from megatron_grpo.losses import ratios
 from megatron_grpo.losses.kl import estimate
-from tests.golden import peers
+from tests.golden import NotCovered, peers
 from tests.golden.pack import loss_inputs, rows
-
-IGNORED = {"vllm_kl": "null without a correction"}
 
 
 def tolerance(case: dict, name: str) -> float:
@@ -27,7 +25,11 @@ def run(case: dict, pool) -> dict:
         if "rollout_is_weights" in inputs:
             return peers.outputs(case, peers.verl(case, dual=True), peers.GIVEN_WEIGHTS, rollout_logp_T=peers.rollout_of_weights(inputs))
         return peers.outputs(case, peers.verl(case, dual=True))
-    return peers.outputs(case, getattr(peers, peer)(case))
+    if peer == "trl" and inputs["params"]["loss_type"] not in ("grpo", "bnpo", "dr_grpo", "dapo"):
+        raise NotCovered(f"loss_type {inputs['params']['loss_type']} of TRL has another clip rule")
+    if peer == "nemo":
+        return peers.outputs(case, peers.nemo(case), peers.nemo_correction(inputs["params"]))
+    return peers.outputs(case, peers.setup_of(case))
 
 
 def megatron(case: dict) -> dict:

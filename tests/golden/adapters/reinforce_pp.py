@@ -9,6 +9,7 @@ from tests.golden.pack import flat, rows
 from tests.golden.peers import name
 
 __all__ = ["IGNORED"]
+UNREAD = {"token_level_rewards": "verl's rewards less the KL; made from these here"}
 
 
 def tolerance(case: dict, output: str) -> float:
@@ -20,10 +21,16 @@ def run(case: dict, pool) -> dict:
     inputs, p, peer = case["inputs"], case["inputs"]["params"], name(case)
     if "error" in case["outputs"]:
         raise NotCovered("the peer aborts on a fully masked sequence; ours gives it 0")
+    if p.get("cp_size", 1) != 1:
+        raise NotCovered("returns over context-parallel ranks are tested in tests/advantages")
     if peer == "nemo":
+        if p["minus_baseline"] or p.get("use_kl_in_reward"):
+            raise NotCovered("see the family group_advantages")
         return dict(advantages=advantages(case, advantage_estimator="reinforce", normalize_advantages=True, whiten_std="population"))
     if peer == "miles":
         return dict(returns=_with_kl_of_tool_tokens(inputs, p))
+    if peer not in ("slime", "verl", "openrlhf"):
+        raise NotCovered(f"no REINFORCE++ of {peer} is known")
     settings = dict(advantage_estimator="reinforce_plus_plus", gamma=p["gamma"], kl_coef=p.get("kl_coef", 0.0), kl=inputs.get("kl"))
     if peer != "verl":
         settings["gamma_tool_tokens"] = True
@@ -39,5 +46,7 @@ def _with_kl_of_tool_tokens(inputs, p):
     seq_T = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     r_T = -p["kl_coef"] * flat(inputs["kl"])
     for s, reward in enumerate(inputs["rewards"]):
+        if not (mask_T & (seq_T == s)).any():
+            raise NotCovered("the peer has no token to give the reward of a fully masked sequence; ours gives it 0")
         r_T[(mask_T & (seq_T == s)).nonzero()[-1]] += reward
     return rows(discounted_returns(r_T, torch.ones_like(mask_T), seq_T, len(lengths), p["gamma"]), lengths)
