@@ -27,8 +27,8 @@ def test_resumed_equals_undisturbed(pool, tmp_path):
         results = pool.run(run_train, [*flags, *map(str, more)], ranks=2, timeout=240)
         assert [code for code, _ in results] == [0, 0], results
 
-    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    run("--save", straight, "--save-hf", tmp_path / "hf-straight-{iteration}")
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"      # the first saves while it trains
+    run("--save", straight, "--async-save", "--save-hf", tmp_path / "hf-straight-{iteration}")
     shutil.copytree(straight, resumed)
     shutil.rmtree(resumed / "iter_0000004")
     (resumed / "latest_checkpointed_iteration.txt").write_text("")       # as a kill in the middle of writing it leaves it
