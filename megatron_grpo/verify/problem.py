@@ -103,7 +103,7 @@ def one_rank(flags: list[str]) -> list[str]:
     if "--calculate-per-token-loss" in flags and given("--algorithm", flags) is None and given("--reducer", flags) is None:
         reducer = ["--reducer", "token_mean"]       # what the flag stands for without --algorithm
     return [*without(flags, *LAYOUT, *KERNELS, "--platform"), *reducer, "--platform", "cpu", "--force-platform-cpu",
-            "--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096"]
+            *PACKED, "--max-tokens-per-gpu", "4096"]       # the later of two values counts
 
 
 def _small_config(flags: list[str]) -> dict[str, Any]:
