@@ -2,8 +2,8 @@
 
     python benchmarks/r3_mismatch.py [--layers 8] [--engine-dtype bfloat16 --trainer-dtype float32] [--run-dir runs/r3]
 
-The demo's model and task with more layers, after the demo's supervised warm start. A real SGLang server samples in one dtype, and
-Megatron computes the log-probs of the same samples in the other: once routed natively, once with the engine's experts replayed, so that
+The demo's model with more layers, after a supervised warm start on sums and differences of two numbers. A real SGLang server samples in one dtype
+and Megatron computes the log-probs of the same samples in the other: once routed natively, once with the engine's experts replayed, so that
 the two differ in nothing but the experts. `experts differ` is the share of (token, layer) whose used experts are not the engine's. The
 dense models have the layers of the MoE model and, in turn, as many MLP neurons as a token of it uses, and as it has in all.
 
@@ -21,11 +21,19 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from examples.demo import COMMON, GRPO, MODEL, WARM_START, train
+from examples.demo import MODEL, train
 from megatron_grpo.rollout.tokenizer import make_character_tokenizer
 
 EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "mlp_only_layers", "decoder_sparse_step")
 RESULT = "result: "
+
+COMMON = """--platform cpu --use-distributed-optimizer --ckpt-format torch_dist --seq-length 32 --rollout-max-response-len 8 --rollout-shuffle
+--prompt-task chain_sum --prompt-task-args {"min_terms":2,"max_terms":2,"min_digits":1,"max_digits":2} --prompt-task-format compact
+--prompt-task-size 5000 --eval-num-prompts 0 --use-dynamic-batch-size --max-tokens-per-gpu 4096 --data-pad-size-multiplier 8
+--lr-decay-style constant --adam-beta2 0.95 --weight-decay 0 --clip-grad 1.0""".split()
+WARM_START = "--loss-type sft --rollout-batch-size 256 --lr 3e-3 --min-lr 3e-3 --lr-warmup-iters 10".split()
+SAMPLE = """--algorithm grpo --no-use-kl-loss --rollout-batch-size 32 --n-samples-per-prompt 16 --rm-type task --sglang-launch local
+--lr 3e-4""".split()
 
 
 def configs(layers: int) -> dict[str, dict]:
@@ -45,12 +53,13 @@ def compare(name: str, config: dict, args) -> dict[str, dict]:
     ids = dict(bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     (model / "config.json").write_text(json.dumps(config | ids, indent=1))
     moe = "num_experts" in config
-    experts = COMMON.index("--expert-model-parallel-size")
-    common = COMMON if moe else COMMON[:experts] + COMMON[experts + 2:]
-    common = [*map(str, common), "--seed", str(args.seed), "--rollout-seed", str(args.seed), "--hf-checkpoint", str(model)]
-    train(name, [*common, *WARM_START, "--train-iters", args.warm_steps, "--save", run / "warm"], run / "warm.log")
-    flags = [*common, *GRPO, "--pretrained-checkpoint", run / "warm", "--train-iters", args.rollouts, "--run-dir", run / "report",
-             "--sglang-dtype", args.engine_dtype, *(["--bf16"] if args.trainer_dtype == "bfloat16" else []),
+    common = [*COMMON, "--seed", args.seed, "--rollout-seed", args.seed, "--hf-checkpoint", model]
+    if moe:
+        common += ["--expert-model-parallel-size", 2]
+    balance = ["--moe-aux-loss-coeff", args.aux_loss] if moe else []
+    train(name, [*common, *WARM_START, *balance, "--train-iters", args.warm_steps, "--save", run / "warm"], run / "warm.log")
+    flags = [*common, *SAMPLE, "--pretrained-checkpoint", run / "warm", "--train-iters", args.rollouts,
+             "--run-dir", run / "report", "--sglang-dtype", args.engine_dtype, *(["--bf16"] if args.trainer_dtype == "bfloat16" else []),
              *(["--use-rollout-routing-replay"] if moe else [])]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint",
                "localhost:0", __file__, "--measure", *map(str, flags)]
@@ -119,7 +128,8 @@ def main() -> None:
     parser.add_argument("--engine-dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--trainer-dtype", default="float32", choices=("bfloat16", "float32"))
     parser.add_argument("--warm-steps", type=int, default=300, help="optimizer steps of the supervised warm start")
-    parser.add_argument("--rollouts", type=int, default=8, help="rollouts of 32 prompts x 16 samples")
+    parser.add_argument("--aux-loss", type=float, default=0.02, help="load-balancing loss of the warm start, as large MoE models have one")
+    parser.add_argument("--rollouts", type=int, default=16, help="rollouts of 32 prompts x 16 samples")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--run-dir", default="runs/r3_mismatch")
     parser.add_argument("--json", help="write the numbers to this file")

@@ -8,6 +8,7 @@ from megatron_grpo.parallel.layout import Layout
 from megatron_grpo.routing.audit import RouteAuditError
 from megatron_grpo.routing.mismatch import compare, find_damage, mismatch_metrics
 from megatron_grpo.routing.placement import RoutesShare
+from tests.routing.noise import flip
 
 
 def share(rows, layers):
@@ -43,14 +44,10 @@ def test_layers_must_be_held():
 
 
 def noisy(tokens, layers, topk, experts, seed=0):
-    """Native routes, and an engine's with flips at a rate that each token draws from Beta(2.53, 22.77): a flip swaps one expert."""
+    """Native routes, and an engine's."""
     rng = np.random.default_rng(seed)
-    order = rng.random((tokens, layers, experts), dtype=np.float32).argpartition(topk + 1, axis=-1)[..., :topk + 1]
-    own = order[..., :topk].astype(np.int8)
-    flips = rng.random((tokens, layers)) < rng.beta(2.53, 22.77, tokens)[:, None]
-    engine = own.copy()
-    engine[flips, rng.integers(0, topk, flips.sum())] = order[flips, topk]
-    return own, rng.permuted(engine, axis=-1)       # the order within a row is the engine's
+    own = rng.random((tokens, layers, experts), dtype=np.float32).argpartition(topk, axis=-1)[..., :topk].astype(np.int8)
+    return own, flip(own, experts, seed)
 
 
 def test_noise_calibrated_to_the_paper_is_reported_as_such():

@@ -7,6 +7,7 @@ from megatron_grpo.parallel.layout import Layout
 from megatron_grpo.routing.codec import MISSING
 from megatron_grpo.routing.mismatch import compare, mismatch_metrics
 from megatron_grpo.routing.placement import RoutesShare, RouteStore, place, unrouted
+from tests.routing.noise import flip
 from tests.trainer import one_step
 
 FP32 = ("--untie-embeddings-and-output-weights", "--moe-router-dtype", "fp32")
@@ -143,6 +144,20 @@ def r3_then_r2(flags):
     assert all(set(s.layers) == set(job.replay.layers) for s in shares)
     return dict(layers=list(job.replay.layers), recomputed=recomputed, finite=all(torch.isfinite(x).all().item() for x in new),
                 token_mismatch=(int(differ), int(tokens)))
+
+
+def calibrated_noise(flags):
+    """The native routes of 48 layers with the paper's flips: (router and token mismatch as the audit reports them, choices checked in the
+    routers in a pass and how many there are)."""
+    job = Job((*FP32, "--num-layers", "48", *flags))
+    job.run(record=True, captures=(captures := []))
+    native = {number: capture.routes for number, capture in captures}
+    shares = [RoutesShare.of(flip(native[n].experts_TLK.numpy(), 8, seed=n), native[n].layers) for n in range(len(job.batches))]
+    metrics = mismatch_metrics([compare(s, native[n], job.batches[n][-1]) for n, s in enumerate(shares)])
+    old, checked = job.run(shares), job.checked
+    assert same(old, job.run(shares, forward_only=False)), "the ratio is not exactly 1"
+    reported = [float(total / count) for total, count in (metrics["routing/router_mismatch"], metrics["routing/token_mismatch"])]
+    return reported, checked, sum(s.experts_TLK[..., 0].numel() for s in shares)
 
 
 def missing_rows(flags):

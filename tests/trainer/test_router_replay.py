@@ -42,6 +42,13 @@ def test_dense_first_shared_experts_mtp_grouped_sigmoid_bias(pool, flags, ranks,
     assert all(r["recomputed"] is recomputed and r["finite"] for r in results)
 
 
+def test_noise_calibrated_to_the_paper_is_reported_and_replayed_at_every_token_and_layer(pool):
+    (reported, checked, choices), = pool.run(cases.calibrated_noise, FULL)
+    assert reported[0] == pytest.approx(0.10, abs=0.02)
+    assert reported[1] == pytest.approx(0.94, abs=0.06)     # three standard deviations of 129 tokens
+    assert checked == choices > 48 * 130
+
+
 def test_gate_arithmetic_is_native_on_the_same_experts(pool):
     assert pool.run(cases.gate_arithmetic) == [7]
 
