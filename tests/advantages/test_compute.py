@@ -6,8 +6,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_grpo.advantages import AdvantageInputs, compute_advantages
+from megatron_grpo.algorithms import recipe_config
 from megatron_grpo.config import AdvantageConfig, GRPOConfig, KLConfig
 from megatron_grpo.parallel.layout import Layout
+from megatron_grpo.recipes import RECIPES
+from megatron_grpo.refusals import GROUP_ESTIMATORS
 
 
 def batch(rewards, groups, lengths, mask=None, **more):
@@ -122,6 +125,63 @@ def test_hook_and_advantages_as_rewards():
 
     config = GRPOConfig(advantage=AdvantageConfig(advantage_std="none"))
     assert compute_advantages(x, config, SimpleNamespace(advantage=hook))[0].tolist() == [-1, 1, 1]
+
+
+# ---- every algorithm, whole ----------------------------------------------------------------------------------------------------
+
+
+def whole(rewards, groups, seed=0, garbage=False, **changes):
+    """Four tokens a sample, the third a tool's; every named reward is the reward, and every stream is filled."""
+    n, g = len(rewards), torch.Generator().manual_seed(seed)
+    logp = -torch.rand(2, n, 4, generator=g)
+    if garbage:
+        logp[:, :, 2] = torch.tensor([torch.nan, -torch.inf])[:, None]
+    reward_N = torch.as_tensor(rewards)
+    x = batch([0.0] * n, groups, [4] * n, mask=[True, True, False, True] * n, old_logp_T=logp[0].flatten(), ref_logp_T=logp[1].flatten(),
+              rollout_logp_T=logp[0].flatten(), rewards_N={"a": reward_N, "b": 2 * reward_N})
+    return replace(x, **dict(reward_N=reward_N) | changes)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("value", [0.97, -0.1, 1e6 + 0.1, 3e-7])
+def test_groups_without_signal_give_exactly_zero(name, value):
+    """Equal rewards up to float32's rounding, and groups of one; without a baseline the reward itself, without a KL whitened to 0."""
+    config = recipe_config(name)
+    config = replace(config, advantage=replace(config.advantage, kl_coef=0.0))
+    rewards = torch.tensor([value] * 8 + [2 * value, -value], dtype=torch.float32)
+    rewards[:8] *= 1 + torch.tensor([0, 1, -1, 0, 1, 0, -1, 0]) * torch.finfo(torch.float32).eps
+    advantage_T, metrics = compute_advantages(whole(rewards, [0] * 8 + [1, 2]), config)
+    if config.advantage.advantage_estimator in GROUP_ESTIMATORS:
+        assert (advantage_T == 0).all() and [float(v) for v in metrics["zero_std_groups"]][0] in (3, 6)
+    else:
+        want = rewards.repeat_interleave(4).where(whole(rewards, [0] * 10).mask_T, 0)
+        if config.advantage.normalize_advantages:
+            trained = want[want != 0]
+            want = ((want - trained.mean()) / trained.std()).where(want != 0, 0) if abs(value) > 1e-3 else advantage_T
+        torch.testing.assert_close(advantage_T, want, rtol=1e-4, atol=1e-4)
+    alone, _ = compute_advantages(whole(rewards[:8], [0] * 8), config)
+    assert alone.isfinite().all() and (config.advantage.advantage_estimator == "reinforce" or (alone == 0).all())
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_order_aborted_samples_and_what_the_mask_hides_change_nothing(name):
+    config, groups = recipe_config(name), [0, 0, 0, 1, 1, 2, 0]
+    rewards = torch.tensor([1.0, 0.0, 0.5, 3.0, -1.0, 2.0, 0.25])
+    plain = compute_advantages(whole(rewards, groups), config)[0].view(7, 4)
+    assert plain.isfinite().all() and (plain[:, 2] == 0).all() and (plain[:, 0] != 0).any()
+    torch.testing.assert_close(compute_advantages(whole(rewards, groups, garbage=True), config)[0].view(7, 4), plain)
+
+    order = torch.tensor([4, 2, 6, 0, 5, 3, 1])
+    x = whole(rewards[order], [groups[i] for i in order])
+    streams = {k: getattr(whole(rewards, groups), k).view(7, 4)[order].flatten() for k in ("old_logp_T", "ref_logp_T", "rollout_logp_T")}
+    torch.testing.assert_close(compute_advantages(replace(x, **streams), config)[0].view(7, 4), plain[order])
+
+    x, valid = whole(torch.cat([rewards, torch.tensor([torch.nan, 99.0])]), groups + [0, 7]), torch.tensor([True] * 7 + [False] * 2)
+    streams = {k: torch.cat([getattr(whole(rewards, groups), k), torch.full((8,), torch.nan)]) for k in streams}
+    x = replace(x, valid_N=valid, mask_T=x.mask_T & valid.repeat_interleave(4), **streams)
+    more = compute_advantages(x, config)[0].view(9, 4)
+    torch.testing.assert_close(more[:7], plain)
+    assert (more[7:] == 0).all()
 
 
 SETTINGS = (dict(), dict(advantage_estimator="opo"), dict(advantage_estimator="rloo", kl_coef=0.1),

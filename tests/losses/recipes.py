@@ -1,4 +1,8 @@
-"""One recipe for every ratio, surrogate, reducer and correction: what the property tests and the multi-rank tests walk through."""
+"""One recipe for every ratio, surrogate, reducer and correction, and every --algorithm: what the property tests and the multi-rank tests
+walk through."""
+
+from megatron_grpo.algorithms import recipe_config
+from megatron_grpo.recipes import RECIPES as ALGORITHMS
 
 KL = dict(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3")
 TIS = dict(use_tis=True)
@@ -39,4 +43,9 @@ RECIPES = {
     "bypass": dict(correction=dict(use_rollout_logprobs=True)),
 }
 
-OF_THE_MICRO_BATCH = {"clip_cov", "kl_cov"}     # their covariance is that of the micro-batch, over its context-parallel ranks
+for _name in ALGORITHMS:
+    _config = recipe_config(_name, response_len=50)
+    RECIPES[f"--algorithm {_name}"] = vars(_config.loss) | dict(kl=vars(_config.kl), correction=vars(_config.correction))
+
+# Their covariance is that of the micro-batch, over its context-parallel ranks.
+OF_THE_MICRO_BATCH = {name for name, recipe in RECIPES.items() if recipe.get("surrogate") in ("clip_cov", "kl_cov")}
