@@ -88,7 +88,7 @@ RECIPES: dict[str, Recipe] = {
         C("ratio", "token", "equation 4", "pi_theta(o_t) / pi_old(o_t)"),
         C("surrogate", "cispo", "equation 4", "sg(clip(r)) A log pi_theta"),
         C("eps_clip", 1.0, "equation 5", "no lower bound: eps_low is set to a large value"),
-        C("eps_clip_high", 5.0, "not published; ScaleRL, arXiv 2510.13786", "eps_max = 5"),
+        C("eps_clip_high", 4.0, "not published; ScaleRL, arXiv 2510.13786", "sg(min(r, eps_max)), eps_max = 5 = 1 + eps_high"),
         C("reducer", "token_mean", "equation 4", TOKEN_MEAN),
     )),
     "rloo": Recipe("RLOO", "Back to Basics, arXiv 2402.14740", (

@@ -34,6 +34,7 @@ def test_recipe_sets_every_value_that_it_quotes(name):
 @pytest.mark.parametrize("name, expected", {
     "dapo": dict(eps_clip=0.2, eps_clip_high=0.28, reducer="token_mean", overlong_buffer_len=200, overlong_filter=True),
     "gspo": dict(ratio="sequence", eps_clip=3e-4, eps_clip_high=4e-4, reducer="seq_mean_token_mean", use_kl_loss=False),
+    "cispo": dict(surrogate="cispo", eps_clip=1.0, eps_clip_high=4.0, reducer="token_mean"),     # weights in [0, 5]
     "dr_grpo": dict(advantage_std="none", reducer="seq_mean_token_sum_norm", loss_norm_length=1000),
     "rloo": dict(advantage_estimator="rloo", ratio="none", surrogate="reinforce", kl_coef=0.03),
     "icepop": dict(use_tis=True, tis_mode="icepop", tis_clip_low=0.5, tis_clip=5.0),

@@ -4,6 +4,7 @@ import math
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from megatron_grpo.logprobs import vocab_parallel_logprob
 from tests.golden import choose
@@ -65,7 +66,8 @@ def _draw(inputs: dict):
 
 
 def _evaluate(logits, inputs, w_lp, w_ent, tp_group, together=False):
-    if tp_group is not None:
+    if tp_group is not None:        # the last rank may hold a column of padding more
+        logits = F.pad(logits, (0, -logits.shape[1] % dist.get_world_size(tp_group)), value=-torch.inf)
         logits = logits.chunk(dist.get_world_size(tp_group), 1)[dist.get_rank(tp_group)].contiguous()
     leaf, target = logits.requires_grad_(), torch.tensor(inputs["targets"])
     lp, entropy = vocab_parallel_logprob(leaf, target, tp_group=tp_group, vocab_size=inputs["V_valid"], temperature=inputs["temperature"],
