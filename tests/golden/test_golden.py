@@ -4,8 +4,10 @@ from copy import copy
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.golden import NotCovered, Recorded
+from tests.golden import NotCovered, Recorded, pack
+from tests.golden import run as golden_run
 from tests.golden.run import adapter_of, check, compare, main, run_file
 
 FILES = sorted((Path(__file__).parent / "data").glob("*.json"))
@@ -60,6 +62,23 @@ def test_no_case_passes_with_another_number_or_with_an_option_that_nobody_reads(
                     compare("", value, changed(want, place, v * 1.01 + 0.01), tolerance) for place, v in places):
                 never[case["id"], name] = len(places)
     assert never == {}
+
+
+@pytest.mark.parametrize("family", ["aggregation", "cispo", "extra_losses", "gspo", "off_policy", "ppo_clip"])
+def test_the_same_in_float32_to_1e_5(family, monkeypatch):
+    monkeypatch.setattr(pack.flat, "__defaults__", (torch.float32,))
+    monkeypatch.setitem(pack.loss_inputs.__kwdefaults__, "dtype", torch.float32)
+    monkeypatch.setattr(golden_run, "compare", lambda name, got, want, tolerance: compare(name, got, want, max(tolerance, 1e-5)))
+    data = json.loads((FILES[0].parent / f"{family}.json").read_text())
+    wrong = {}
+    for case in data["cases"]:
+        if family == "gspo" and "ranks" in case["outputs"]:
+            continue
+        try:
+            wrong[case["id"]] = check(case, adapter_of(family), None)
+        except NotCovered:
+            continue
+    assert len(wrong) > 10 and {name: problems for name, problems in wrong.items() if problems} == {}
 
 
 def test_compare_sees_differences():
