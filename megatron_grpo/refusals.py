@@ -70,6 +70,8 @@ def _not_negative(*names: str) -> list[Rule]:
     return [Rule((n,), partial(_negative, name=n), f"{flag(n)} {{{n}}}: give 0 or more") for n in names]
 
 
+WORDS = Rule((), lambda v: False, "a word that its setting does not know")
+
 VALUES = [
     *_positive("advantage_clip", "reward_clip", "loss_norm_length", "sapo_tau_pos", "sapo_tau_neg", "dppo_ratio_max", "kl_input_clamp",
                "kl_output_clamp", "tis_clip", "vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg"),
@@ -235,13 +237,21 @@ def refuse(config, given: Collection[str] | None = None, outside: dict[str, Any]
 def broken(config, given: Collection[str] | None = None, outside: dict[str, Any] | None = None) -> list[tuple[Rule | Unused, str]]:
     """The rules that `config` breaks, each with its message."""
     v = _flatten(config, given, outside or {})
-    found: list[tuple[Rule | Unused, str]] = [(rule, rule.why.format(**vars(v))) for rule in (*VALUES, *PAIRS) if rule.when(v)]
+    found: list[tuple[Rule | Unused, str]] = [(WORDS, message) for message in _unknown_words(config)]
+    found += [(rule, rule.why.format(**vars(v))) for rule in (*VALUES, *PAIRS) if rule.when(v)]
     for rule in UNUSED:
         names = [n for n in rule.flags if n in (given or ()) and _acts(config, n)]
         if names and not rule.used(v):
             which, it = ", ".join(map(flag, names)), "it" if len(names) == 1 else "them"
             found.append((rule, f"{which} would have no effect: {rule.why.format(**vars(v))}, or drop {it}"))
     return found
+
+
+def _unknown_words(config) -> list[str]:
+    """A word that is no choice of its setting; the parser sees only those of a command line."""
+    return [f"{flag(f.name)} {getattr(section, f.name)}: choose among {', '.join(f.metadata['choices'])}"
+            for section in _sections(config) for f in fields(section)
+            if f.metadata["choices"] and getattr(section, f.name) not in (None, *f.metadata["choices"])]
 
 
 def _acts(config, name: str) -> bool:

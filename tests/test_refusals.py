@@ -9,7 +9,7 @@ import itertools
 import pytest
 
 from megatron_grpo import refusals
-from megatron_grpo.config import GRPOConfig, LossConfig
+from megatron_grpo.config import GRPOConfig, KLConfig, LossConfig
 from megatron_grpo.settings import ConfigError, flag
 from tests.algorithm_flags import resolve
 
@@ -194,6 +194,10 @@ def test_all_contradictions_are_told_at_once():
 def test_a_config_made_by_hand_is_checked_too():
     with pytest.raises(ConfigError, match="--eps-clip-c"):
         GRPOConfig(loss=LossConfig(eps_clip_c=0.5))
+    with pytest.raises(ConfigError, match="--surrogate gppo: choose among ppo, cispo"):
+        GRPOConfig(loss=LossConfig(surrogate="gppo"))
+    with pytest.raises(ConfigError, match="--kl-loss-type full: choose among k1"):
+        GRPOConfig(kl=KLConfig(use_kl_loss=True, kl_loss_type="full"))
     GRPOConfig(loss=LossConfig(ratio="sequence", reducer="token_mean"))
 
 

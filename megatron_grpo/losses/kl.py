@@ -23,6 +23,8 @@ def estimate(kind: str, x_T: torch.Tensor) -> torch.Tensor:
         return x_T.square() / 2
     if kind == "abs":
         return x_T.abs()
+    if kind not in ("k3", "low_var_kl"):
+        raise ValueError(f"no KL estimator {kind!r}: choose k1, k2, k3, low_var_kl or abs")
     return torch.expm1(-x_T) + x_T
 
 
