@@ -108,6 +108,7 @@ def log_mismatch(x: LossInputs, guard: LossConfig) -> tuple[torch.Tensor, torch.
 
 def _unclamped(x: LossInputs, finite_T: torch.Tensor) -> torch.Tensor:
     """[T] log r, 0 where it is not a finite number: what the ratio of a sequence is the sum or mean of."""
+    assert x.rollout_logp_T is not None
     return torch.where(finite_T, x.old_logp_T - x.rollout_logp_T, 0)
 
 
