@@ -93,7 +93,7 @@ def _areal(case: dict) -> dict:
     del got["clip_mask"]        # rejected tokens are not in it
     return got | dict(
         behave_imp_weight=rows(found.weight_T, case["inputs"]["response_lengths"], mask_T),
-        filtered_fraction=int((~filtered & mask_T).sum()) / int(mask_T.sum()))
+        filtered_fraction=int((~filtered & mask_T).sum()) / max(int(mask_T.sum()), 1))
 
 
 def _trl(case: dict) -> dict:
@@ -174,8 +174,7 @@ def _verl(case: dict) -> dict:
     want = case["outputs"]["metrics"]
     ours = dict(kl=run.metrics["mismatch_k1"] * shrink, k3_kl=run.metrics["mismatch_k3"] * shrink)
     if "rollout_rs_masked_fraction" in want:
-        kept = float((kept_T & x.mask_T).sum())
-        ours["rollout_rs_masked_fraction"] = 1 - kept / float(x.mask_T.sum())
+        ours["rollout_rs_masked_fraction"] = int((~kept_T & x.mask_T).sum()) / max(int(x.mask_T.sum()), 1)
     return got | dict(metrics=ours)
 
 
