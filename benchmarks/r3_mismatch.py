@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8, help="MoE layers")
     parser.add_argument("--engine-dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--trainer-dtype", default="float32", choices=("bfloat16", "float32"))
-    parser.add_argument("--warm-steps", type=int, default=300, help="optimizer steps of the supervised warm start")
+    parser.add_argument("--warm-steps", type=int, default=130, help="optimizer steps of the supervised warm start")
     parser.add_argument("--aux-loss", type=float, default=0.02, help="load-balancing loss of the warm start, as large MoE models have one")
     parser.add_argument("--rollouts", type=int, default=16, help="rollouts of 32 prompts x 16 samples")
     parser.add_argument("--seed", type=int, default=1)

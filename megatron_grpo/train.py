@@ -35,12 +35,12 @@ def _main(argv) -> int:
         from .algorithms import list_algorithms
         print(list_algorithms())
         return 0
-    from .trainer.flags import parse_args
     if "--dry-run" in words:
         from .trainer.dry_run import plan, render
         found = plan(argv)
         print(render(found))
         return 2 if found.refusals else 0
+    from .trainer.flags import parse_args
     from .trainer.loop import run
     from .trainer.model import model_provider
 

@@ -79,7 +79,10 @@ def correction_metrics(x: LossInputs, correction: Correction, weighted: bool) ->
 
 
 def derived(means: dict[str, float]) -> dict[str, float]:
-    """Effective sample size mean(w)^2 / mean(w^2) in (0, 1] of every w that was reduced as (w, w_sq); the squares are dropped. A w that is 0 throughout has none."""
+    """Effective sample size mean(w)^2 / mean(w^2) in (0, 1] of every w that was reduced as (w, w_sq); the squares are dropped.
+
+    A w that is 0 throughout has none.
+    """
     out = {name: value for name, value in means.items() if not name.endswith("_sq")}
     for name, square in means.items():
         if name.endswith("_sq") and square > 0:

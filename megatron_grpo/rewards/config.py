@@ -8,7 +8,8 @@ from ..settings import ConfigError, flag, setting
 @dataclass(frozen=True)
 class VerifierConfig:
     rm_type: tuple[str, ...] = setting(
-        (), "built-in rewards: task (the reasoning-gym task's own verifier), exact (the response is the label), math (math-verify), remote (--rm-url); each is a named reward "
+        (), "built-in rewards: task (the reasoning-gym task's own verifier), exact (the response is the label), math "
+        "(math-verify), remote (--rm-url); each is a named reward "
         "beside those of --custom-rm-path", nargs="+")
     rm_url: str | None = setting(None, "address that answers a POST of {prompt, response, label, metadata} with a number or a dictionary")
     reward_key: str | None = setting(None, "which of several named rewards is the reward; their sum when not given")

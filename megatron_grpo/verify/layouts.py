@@ -30,8 +30,11 @@ FLAGS = {       # (axis, value) -> flags; values without an entry have none
     ("ep", "2"): "--expert-model-parallel-size 2", ("batch", "padded"): "--qkv-format bshd",
     ("per-token loss", "on"): "--calculate-per-token-loss", ("loss recompute", "on"): "--recompute-loss-function",
     ("recompute", "on"): "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"}
-EXTRA: dict[str, tuple[str, ...]] = {"gdpo": ("--gdpo-reward-keys", "a", "b")}      # what an algorithm needs beside its name
 BY_MICRO_BATCH = ("clip_cov", "kl_cov")                 # they choose tokens by the covariances of a micro-batch
+EXTRA: dict[str, tuple[str, ...]] = {                   # what an algorithm needs beside its name
+    "gdpo": ("--gdpo-reward-keys", "a", "b"),
+    # a group's advantage is the same for every token of a sample: over one sample each covariance would be 0, and rounding would choose
+    **dict.fromkeys(BY_MICRO_BATCH, ("--advantage-estimator", "reinforce_plus_plus", "--kl-coef", "0.1"))}
 
 
 @dataclass(frozen=True)
