@@ -35,7 +35,7 @@ COMMON = """--platform cpu --expert-model-parallel-size 2 --use-distributed-opti
 --rollout-shuffle --rollout-max-response-len 10 --seq-length 32 --use-dynamic-batch-size --max-tokens-per-gpu 8192
 --data-pad-size-multiplier 8 --lr-decay-style constant --weight-decay 0 --clip-grad 1.0""".split()
 
-WARM_START = "--loss-type sft --rollout-batch-size 256 --lr 2e-3 --min-lr 2e-3 --lr-warmup-iters 10 --adam-beta2 0.95".split()
+WARM_START = "--loss-type sft --rollout-batch-size 256 --lr 2e-3 --min-lr 2e-3 --lr-warmup-fraction 0.06 --adam-beta2 0.95".split()
 
 GRPO = f"""--prompt-task {TASK} --prompt-task-args {TASK_ARGS} --prompt-task-format compact --prompt-task-size {WORDS}
 --eval-num-prompts {HELD_OUT} --algorithm grpo --no-use-kl-loss --rollout-batch-size 64 --n-samples-per-prompt 8 --rm-type exact
@@ -57,12 +57,13 @@ def main() -> None:
 
     model, examples = make_model(run / "model"), make_examples(run / "examples.jsonl", args.seed)
     seeds = ["--seed", str(args.seed), "--rollout-seed", str(args.seed)]
-
-    train("warm start", [*COMMON, *WARM_START, *seeds, "--prompt-data", examples, "--label-key", "label", "--hf-checkpoint", model,
-                         "--train-iters", args.warm_steps, "--save", run / "warm", "--save-interval", 10**6], run / "warm.log")
-    train("GRPO", [*COMMON, *GRPO, *seeds, "--hf-checkpoint", model, "--pretrained-checkpoint", run / "warm", "--train-iters", args.steps,
-                   "--eval-interval", max(args.steps // 4, 1), "--save", run / "grpo", "--save-interval", 10**6, "--run-dir", run / "report",
-                   *args.flags], run / "grpo.log")
+    warm_start = [*COMMON, *WARM_START, *seeds, "--prompt-data", examples, "--label-key", "label", "--hf-checkpoint", model,
+                  "--train-iters", args.warm_steps, "--save", run / "warm"]
+    grpo = [*COMMON, *GRPO, *seeds, "--hf-checkpoint", model, "--pretrained-checkpoint", run / "warm", "--train-iters", args.steps,
+            "--eval-interval", max(args.steps // 4, 1), "--save", run / "grpo", "--run-dir", run / "report", *args.flags]
+    check(grpo)
+    train("warm start", warm_start, run / "warm.log")
+    train("GRPO", grpo, run / "grpo.log")
 
     lines = [json.loads(line) for line in (run / "report" / "metrics.jsonl").read_text().splitlines()]
     accuracy = [line["metrics"]["eval/accuracy"] for line in lines if "eval/accuracy" in line["metrics"]]
@@ -89,6 +90,14 @@ def make_examples(file: Path, seed: int) -> Path:
     return file
 
 
+def check(flags: list) -> None:
+    """Refuse before the warm start what the GRPO run would refuse after it."""
+    command = [sys.executable, "-m", "megatron_grpo.train", "--dry-run", *map(str, flags)]
+    plan = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"WORLD_SIZE": "2"})
+    if plan.returncode:
+        sys.exit(plan.stdout + "\n".join(line for line in plan.stderr.splitlines() if "rror" in line))
+
+
 def train(what: str, flags: list, log: Path) -> None:
     """One job on two ranks; its progress lines are shown, everything goes to the log."""
     print(f"{what}: log in {log}", flush=True)
@@ -107,7 +116,8 @@ def train(what: str, flags: list, log: Path) -> None:
             job.terminate()
             raise
     if job.returncode:
-        sys.exit(f"{what} failed with code {job.returncode}; the end of {log}:\n{''.join(tail)}")
+        said = [line for line in tail if line.startswith("megatron_grpo:")] or tail
+        sys.exit(f"{what} failed with code {job.returncode}; the end of {log}:\n{''.join(said)}")
 
 
 if __name__ == "__main__":

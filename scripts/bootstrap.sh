@@ -20,7 +20,7 @@ python=$(find_python) || {
   exit 1
 }
 command -v cc >/dev/null || command -v gcc >/dev/null || { echo "A C compiler is needed: e.g.  apt-get install gcc" >&2; exit 1; }
-echo "building $venv with $python (about 6 GB; a few minutes)"
+echo "building $venv with $python (about 7 GB; a few minutes)"
 [ -x $venv/bin/python ] && works $venv/bin/python || "$python" -m venv --clear $venv
 $venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement requirements/cpu.txt
 $venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .

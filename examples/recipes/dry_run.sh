@@ -5,4 +5,6 @@ here=$(dirname "${BASH_SOURCE[0]}")
 [ -r "$here/${1:-}.sh" ] && [ -d "$here/${1:-}" ] || { echo "recipes: $(cd "$here" && echo */ | tr -d /)" >&2; exit 2; }
 source "$here/$1.sh"
 export WORLD_SIZE=${WORLD_SIZE:-$GPUS}
-exec "${PYTHON:-python}" -m megatron_grpo.train --dry-run --hf-checkpoint "${MODEL:-$here/$1}" --save runs/plan "${RECIPE[@]}" "${@:2}"
+venv=$(cd -P "$here/../.." && pwd)/.venv/bin/python
+[ -x "$venv" ] || venv=python
+exec "${PYTHON:-$venv}" -m megatron_grpo.train --dry-run --hf-checkpoint "${MODEL:-$here/$1}" --save runs/plan "${RECIPE[@]}" "${@:2}"

@@ -1,6 +1,8 @@
 """python -m megatron_grpo.report RUN [RUN ...]: write the report of one run, or of several side by side; or serve it while they run."""
 
 import argparse
+import glob
+import os
 import sys
 
 from .page import write_report
@@ -18,6 +20,10 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--watch writes no file: leave out --output")
     if args.port is not None and not args.watch:
         parser.error("--port is the port of --watch: add --watch")
+    for run in args.runs:
+        if os.path.isdir(run) and not os.path.exists(os.path.join(run, "metrics.jsonl")) and not args.watch:
+            found = sorted(glob.glob(os.path.join(glob.escape(run), "**", "metrics.jsonl"), recursive=True))
+            parser.error(f"{run} holds no metrics.jsonl" + (f"; did you mean {' '.join(map(os.path.dirname, found))}?" if found else ""))
     try:
         if args.watch:
             serve(args.runs, 8890 if args.port is None else args.port)

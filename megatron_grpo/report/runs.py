@@ -44,6 +44,12 @@ class Run:
         return [(s, v) for s, v in sorted(self.metrics.get(name, {}).items()) if math.isfinite(v) or not finite]
 
 
+def run_name(directory: str) -> str:
+    """The directory's name, after its parent's where it is only called `report`."""
+    parent, name = os.path.split(os.path.abspath(directory))
+    return os.path.join(os.path.basename(parent), name) if name == "report" else name or directory
+
+
 def read_run(directory: str, name: str | None = None) -> Run:
     """Read a run directory; what cannot be read is named in `problems` and the rest is kept.
 
@@ -52,7 +58,7 @@ def read_run(directory: str, name: str | None = None) -> Run:
     """
     if not os.path.isdir(directory):
         raise FileNotFoundError(f"no run directory {directory!r}: give the directory that holds metrics.jsonl (the trainer's --run-dir)")
-    run = Run(name or os.path.basename(os.path.abspath(directory)) or directory, directory)
+    run = Run(name or run_name(directory), directory)
     _read_metrics(run)
     _read_samples(run)
     if len(run.problems) > NAMED_PROBLEMS:

@@ -244,6 +244,16 @@ def test_missing_run_directory(tmp_path, capsys):
         main([str(tmp_path), "--watch", "--output", "x.html"])
 
 
+def test_a_directory_above_the_run(tmp_path, capsys):
+    from megatron_grpo.report.__main__ import main
+
+    directory = log(tmp_path / "demo" / "report", line(1, a=1.0))
+    with pytest.raises(SystemExit):
+        main([str(tmp_path)])
+    assert f"did you mean {directory}?" in capsys.readouterr().err and not (tmp_path / "report.html").exists()
+    assert read_run(str(directory)).name == os.path.join("demo", "report")
+
+
 def test_watch_serves_loopback_only_and_tells_of_changes(tmp_path):
     directory = log(tmp_path / "run", line(1, a=1.0))
     server = make_server([directory], 0)
