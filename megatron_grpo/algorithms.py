@@ -9,11 +9,15 @@ The table itself is in recipes.py. Without --algorithm the settings have their o
 
 import argparse
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 from .config import AdvantageConfig, CorrectionConfig, GRPOConfig, KLConfig, LossConfig, RewardConfig
 from .recipes import RECIPES
 from .refusals import OUTSIDE, refuse
 from .settings import ConfigError, flag, setting
+
+if TYPE_CHECKING:
+    from .hooks import HookConfig
 
 SLIME_ESTIMATORS = ("gspo", "cispo")        # slime's --advantage-estimator names these, which are more than a baseline
 SECTIONS = dict(advantage=AdvantageConfig, loss=LossConfig, kl=KLConfig, correction=CorrectionConfig, reward=RewardConfig)
@@ -75,8 +79,8 @@ def _name(args, chosen: dict) -> str | None:
 # ---- what people read ---------------------------------------------------------------------------------------------------
 
 
-def axes(config: GRPOConfig) -> dict[str, str]:
-    """The four axes, then KL, correction and rewards, in words."""
+def axes(config: GRPOConfig, hooks: "HookConfig | None" = None) -> dict[str, str]:
+    """The four axes, then KL, correction and rewards, in words; a hook of `hooks` stands in place of what it replaces."""
     a, loss, kl, fix, reward = (getattr(config, name) for name in SECTIONS)
     baseline = [a.advantage_estimator]
     if a.group_std != "none":
@@ -91,6 +95,10 @@ def axes(config: GRPOConfig) -> dict[str, str]:
         baseline.append("whitened")
     if a.advantage_clip is not None:
         baseline.append(f"clipped to {a.advantage_clip:g}")
+    hook: dict[str, str] = {name: getattr(hooks, f"custom_{name}_path", None) or "" for name in (
+        "advantage_function", "pg_loss", "pg_loss_reducer", "tis_function", "reward_post_process")}
+    if hook["advantage_function"]:      # it is given what the baseline makes; whitening and clipping come after it
+        baseline.insert(0, f"{hook['advantage_function']}, given")
     high = loss.eps_clip if loss.eps_clip_high is None else loss.eps_clip_high
     clip = {"sapo": f"tau {loss.sapo_tau_pos:g} / {loss.sapo_tau_neg:g}", "reinforce": "", "dro": f"beta {loss.dro_beta:g}",
             "kl_cov": f"share {loss.kl_cov_ratio:g}, coef {loss.kl_cov_coef:g}",
@@ -103,26 +111,33 @@ def axes(config: GRPOConfig) -> dict[str, str]:
         kls.append(f"{kl.kl_loss_coef:g} {kl.kl_loss_type} in the loss, {gradient}")
     if a.kl_coef:
         kls.append(f"{a.kl_coef:g} {kl.kl_loss_type} in the reward, {a.kl_form}")
-    fixes = [f"{fix.tis_mode} [{fix.tis_clip_low:g}, {fix.tis_clip:g}]"] if fix.use_tis else []
+    reducer = loss.reducer + norm
+    if hook["pg_loss_reducer"]:
+        rest = " and ".join(["KL"] * kl.use_kl_loss + ["entropy"] * (loss.entropy_coef != 0))
+        reducer = hook["pg_loss_reducer"] + (f"; of {rest}: {reducer}" if rest else "")
+    fixes = [hook["tis_function"]] if hook["tis_function"] else [f"{fix.tis_mode} [{fix.tis_clip_low:g}, {fix.tis_clip:g}]"] if fix.use_tis else []
     fixes += list(fix.rejection)
     fixes += [f"veto below {fix.rs_veto_threshold:g}"] if fix.rs_veto_threshold is not None else []
     fixes += [f"sequence error above {fix.seq_logprob_error_threshold:g}"] if fix.seq_logprob_error_threshold is not None else []
     fixes += [f"opsm {fix.opsm_delta:g}"] if fix.use_opsm else []
     fixes += ["old = rollout"] if fix.use_rollout_logprobs else []
-    rewards = [f"x {reward.reward_scale:g}"] if reward.reward_scale != 1 else []
-    rewards += [f"clipped to {reward.reward_clip:g}"] if reward.reward_clip is not None else []
-    if reward.overlong_buffer_len:
+    shaped = not hook["reward_post_process"]
+    rewards = [] if shaped else [hook["reward_post_process"]]
+    rewards += [f"x {reward.reward_scale:g}"] if shaped and reward.reward_scale != 1 else []
+    rewards += [f"clipped to {reward.reward_clip:g}"] if shaped and reward.reward_clip is not None else []
+    if shaped and reward.overlong_buffer_len:
         rewards.append(f"overlong ramp {reward.overlong_buffer_len}, factor {reward.overlong_penalty_factor:g}")
     rewards += ["truncated masked"] if reward.overlong_filter else []
-    own_ratio = loss.surrogate in ("gmpo", "dro", "vespo")
-    words = dict(baseline=" ".join(baseline), ratio="of its own" if own_ratio else loss.ratio, clip=f"{loss.surrogate} {clip}".strip(),
-                 reducer=loss.reducer + norm, kl="; ".join(kls), correction="; ".join(fixes), rewards="; ".join(rewards))
+    own_ratio = hook["pg_loss"] or loss.surrogate in ("gmpo", "dro", "vespo")
+    words = dict(baseline=" ".join(baseline), ratio="of its own" if own_ratio else loss.ratio,
+                 clip=hook["pg_loss"] or f"{loss.surrogate} {clip}".strip(), reducer=reducer, kl="; ".join(kls),
+                 correction="; ".join(fixes), rewards="; ".join(rewards))
     return {axis: text or "none" for axis, text in words.items()}
 
 
-def describe(config: GRPOConfig, name: str | None = None) -> str:
+def describe(config: GRPOConfig, name: str | None = None, hooks: "HookConfig | None" = None) -> str:
     """The resolved axes, for the start of a run."""
-    lines = [f"algorithm   {name or 'defaults'}"] + [f"  {axis:<11}{text}" for axis, text in axes(config).items()]
+    lines = [f"algorithm   {name or 'defaults'}"] + [f"  {axis:<11}{text}" for axis, text in axes(config, hooks).items()]
     return "\n".join(lines)
 
 

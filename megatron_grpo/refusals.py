@@ -13,8 +13,8 @@ from typing import Any
 from .settings import ConfigError, flag
 
 OUTSIDE = dict(rollout_ahead=0, rollout_max_response_len=None, n_samples_per_prompt=None, num_steps_per_rollout=1,
-               custom_pg_loss_path=None, custom_tis_function_path=None, custom_reward_post_process_path=None,
-               custom_advantage_function_path=None)
+               custom_pg_loss_path=None, custom_pg_loss_reducer_path=None, custom_tis_function_path=None,
+               custom_reward_post_process_path=None, custom_advantage_function_path=None)
 """Settings of other rooms that rules look at, and what they are when unknown."""
 
 GROUP_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus_baseline", "gdpo", "opo", "gpg", "passk")
@@ -212,6 +212,9 @@ UNUSED = [
                            (("dro_beta",), ("dro",)),
                            (("vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg"), ("vespo",)))],
     Unused(("surrogate",), ("custom_pg_loss_path",), lambda v: v.custom_pg_loss_path is None, "--custom-pg-loss-path replaces it"),
+    Unused(("reducer",), ("custom_pg_loss_reducer_path",),
+           lambda v: v.custom_pg_loss_reducer_path is None or v.use_kl_loss or v.entropy_coef != 0,
+           "--custom-pg-loss-reducer-path replaces it, and there is neither KL nor entropy in the loss, which it would still reduce"),
     Unused(("loss_norm_length",), ("reducer",), lambda v: v.reducer == "seq_mean_token_sum_norm" or v.loss_norm_length is None,
            "only --reducer seq_mean_token_sum_norm reads it"),
     Unused(("tis_clip", "tis_clip_low"), ("use_tis",), lambda v: v.use_tis or v.custom_tis_function_path is not None,

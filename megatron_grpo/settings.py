@@ -51,16 +51,23 @@ def add_arguments(parser: argparse.ArgumentParser, title: str, *classes: type) -
             convert: Callable = kind
             names = [flag(field.name), *meta["aliases"]]
             unit = f" {meta['unit']}" if meta["unit"] else ""
-            text = f"{meta['help']} (default: {field.default}{unit}{' or as --algorithm says' * by_recipe})".replace("%", "%%")
+            text = (f"{meta['help']} (default: {field.default}{unit}{' or as --algorithm says' * by_recipe}"
+                    f"{'; takes none' * takes_none(cls, field.name)})").replace("%", "%%")
             default = argparse.SUPPRESS if by_recipe else field.default
             if kind is bool:
                 action = argparse.BooleanOptionalAction if by_recipe or field.default else "store_true"
                 group.add_argument(*names, dest=field.name, action=action, default=default, help=text)
             else:
-                if type(None) in typing.get_args(hints[field.name]) and kind is not str:
+                if takes_none(cls, field.name):
                     convert = _or_none(kind)
                 group.add_argument(*names, dest=field.name, type=convert, default=default, choices=meta["choices"],
                                    nargs=meta["nargs"], help=text)
+
+
+def takes_none(cls: type, name: str) -> bool:
+    """Whether the flag of this field takes the word none, which unsets a number."""
+    hint = typing.get_type_hints(cls)[name]
+    return type(None) in typing.get_args(hint) and _scalar_type(hint) is not str
 
 
 def given(name: str, words: list[str]) -> str | None:

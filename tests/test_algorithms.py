@@ -1,12 +1,14 @@
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from megatron_grpo.algorithms import SECTIONS, axes, describe, list_algorithms, papers, recipe_config
-from megatron_grpo.config import GRPOConfig
+from megatron_grpo.config import GRPOConfig, LossConfig
+from megatron_grpo.hooks import HookConfig
 from megatron_grpo.recipes import RECIPES
-from megatron_grpo.settings import ConfigError, flag
-from tests.algorithm_flags import parse, resolve
+from megatron_grpo.settings import ConfigError, flag, takes_none
+from tests.algorithm_flags import parse, parser, resolve
 
 DOCS = Path(__file__).parents[1] / "docs"
 GDPO = " --gdpo-reward-keys a b"
@@ -57,6 +59,19 @@ def test_a_given_flag_overrides_the_recipe():
     assert resolve("--algorithm grpo --kl-loss-coef 0.1").kl.kl_loss_coef == 0.1
 
 
+def test_none_is_taken_where_the_help_says_so(capsys):
+    for cls in SECTIONS.values():
+        for field in fields(cls):
+            said = next(a.help for a in parser()._actions if a.dest == field.name)
+            assert ("takes none" in said) == takes_none(cls, field.name)
+            if field.type in ("float", "int", float, int):
+                with pytest.raises(SystemExit):
+                    parse(f"{flag(field.name)} none")
+            elif takes_none(cls, field.name):
+                assert getattr(parse(f"{flag(field.name)} none"), field.name) is None
+    assert takes_none(LossConfig, "eps_clip_c") and not takes_none(LossConfig, "eps_clip")
+
+
 def test_namespace_is_complete_afterwards():
     args = parse("--algorithm gspo")
     assert not hasattr(args, "eps_clip")
@@ -93,6 +108,16 @@ def test_start_up_prints_the_axes():
     for words in ("grpo / (sample std + 1e-06)", "ppo eps 0.2 / 0.2", "0.1 k1 in the reward", "icepop [0.5, 5]", "overlong ramp 100"):
         assert words in text
     assert set(axes(GRPOConfig())) == {"baseline", "ratio", "clip", "reducer", "kl", "correction", "rewards"}
+
+
+def test_hooks_stand_in_their_axes():
+    """In place of what each replaces; what it leaves is still told."""
+    hooks = HookConfig(custom_pg_loss_path="p.f", custom_pg_loss_reducer_path="r.f", custom_advantage_function_path="a.f",
+                       custom_tis_function_path="t.f", custom_reward_post_process_path="s.f")
+    found = axes(resolve("--use-tis --rejection token_k3=..1 --entropy-coef 0.1 --overlong-filter"), hooks)
+    assert found == dict(baseline="a.f, given grpo / (sample std + 1e-06)", ratio="of its own", clip="p.f", kl="none",
+                         reducer="r.f; of entropy: seq_mean_token_mean", correction="t.f; token_k3=..1", rewards="s.f; truncated masked")
+    assert "  reducer    r.f\n" in describe(resolve(), None, hooks)
 
 
 def test_list_has_every_algorithm_with_its_axes():

@@ -60,6 +60,8 @@ CLASH = f"""
 --surrogate clip_cov: --custom-pg-loss-path a.b
 --use-rollout-logprobs: --use-tis | --rejection token_k3=..1 | --rs-veto-threshold 1e-4
 --use-rollout-logprobs: --seq-logprob-error-threshold 1.1 | --custom-tis-function-path a.b
+--custom-pg-loss-reducer-path a.b: --reducer token_mean | --reducer seq_mean_token_sum | --reducer seq_mean_token_sum_norm
+--custom-pg-loss-reducer-path a.b: --reducer prompt_mean | --reducer rollout_mean
 --custom-reward-post-process-path a.b: --reward-scale 2 | --reward-clip 1 | --stop-properly-penalty-coef 0.5 | --overlong-buffer-len 100
 """
 PARTNER = """
@@ -199,6 +201,13 @@ def test_a_config_made_by_hand_is_checked_too():
     with pytest.raises(ConfigError, match="--kl-loss-type full: choose among k1"):
         GRPOConfig(kl=KLConfig(use_kl_loss=True, kl_loss_type="full"))
     GRPOConfig(loss=LossConfig(ratio="sequence", reducer="token_mean"))
+
+
+def test_a_reducer_beside_a_custom_one():
+    """It still reduces the KL and the entropy."""
+    assert "--custom-pg-loss-reducer-path replaces it" in refused("--reducer token_mean --custom-pg-loss-reducer-function-path a.b")
+    for words in ("--use-kl-loss --kl-loss-coef 0.1", "--entropy-coef 0.1"):
+        assert refused(f"--reducer token_mean --custom-pg-loss-reducer-path a.b {words}") is None
 
 
 def test_what_is_turned_off_is_no_contradiction():

@@ -30,6 +30,10 @@ class PromptConfig:
     def __post_init__(self):
         if self.prompt_data and self.prompt_task:
             raise ConfigError(f"--prompt-data {self.prompt_data} and --prompt-task {self.prompt_task} both name the prompts: give one")
+        for name in ("label_key", "eval_prompt_data"):
+            if self.prompt_task and getattr(self, name) is not None:
+                raise ConfigError(f"{flag(name)} {getattr(self, name)} has no effect: --prompt-task {self.prompt_task} has labels and held-out "
+                                  "problems of its own; drop it")
         if self.rollout_max_prompt_len is not None and self.rollout_max_prompt_len < 1:
             raise ConfigError(f"--rollout-max-prompt-len {self.rollout_max_prompt_len}: give at least 1")
 

@@ -7,6 +7,7 @@ several ranks can share one counter, and a resumed run sees each prompt exactly 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -115,8 +116,23 @@ def load_prompts(config: PromptConfig, tokenizer, held_out_size: int = 0) -> tup
     return train, Prompts(_Head(held_out, held_out_size), tokenizer, config, config.eval_prompt_data)
 
 
-def read_rows(path: str, config: PromptConfig, option: str):
-    """Rows {"input", "label", "metadata"} of a .jsonl or .parquet file or of a `datasets` directory."""
+def check_prompts(config: PromptConfig) -> None:
+    """Read the first row of each prompt file that is named.
+
+    Raises:
+        ConfigError: no such file, no row, or one without the keys that the flags say.
+    """
+    for name in ("prompt_data", "eval_prompt_data"):
+        path = getattr(config, name)
+        if path:
+            rows = read_rows(path, config, flag(name), limit=1)
+            if not len(rows):
+                raise ConfigError(f"{flag(name)} {path}: holds no prompt")
+            rows[0]
+
+
+def read_rows(path: str, config: PromptConfig, option: str, limit: int | None = None):
+    """Rows {"input", "label", "metadata"} of a .jsonl or .parquet file or of a `datasets` directory; of .jsonl the first `limit`."""
     file = Path(path)
     if not file.exists():
         raise ConfigError(f"{option} {path}: no such file or directory")
@@ -125,7 +141,7 @@ def read_rows(path: str, config: PromptConfig, option: str):
     if file.suffix == ".parquet":
         return _Columns(_open_parquet(file, option), config, f"{option} {path}")
     if file.suffix in (".jsonl", ".json"):
-        return list(_read_jsonl(file, config, option))
+        return list(islice(_read_jsonl(file, config, option), limit))
     raise ConfigError(f"{option} {path}: give a .jsonl or .parquet file, or a directory written by datasets' save_to_disk")
 
 

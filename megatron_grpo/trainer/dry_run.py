@@ -2,8 +2,8 @@
 
     WORLD_SIZE=256 python -m megatron_grpo.train --dry-run <the flags of the job>
 
-It needs the model's config.json and neither weights, tokenizer, prompts, engine nor GPU; those are checked at the start of the run. Without
-WORLD_SIZE it plans the fewest GPUs that the layout allows.
+It needs the model's config.json, reads the first row of the prompts where a path is given, and needs neither weights, tokenizer, engine nor
+GPU; those are checked at the start of the run. Without WORLD_SIZE it plans the fewest GPUs that the layout allows.
 """
 
 import io
@@ -20,10 +20,12 @@ from typing import Any
 import torch
 
 from ..algorithms import describe
-from ..hooks import load_hooks
+from ..hooks import HookConfig, load_hooks
 from ..hooks.protocols import HookError
+from ..rollout.config import PromptConfig
+from ..rollout.prompts import check_prompts
 from ..routing.config import check_model
-from ..settings import ConfigError
+from ..settings import ConfigError, from_namespace
 from . import memory
 from .flags import add_grpo_args, read_args, resolve, validate
 from .memory import GIB, Memory, Stage
@@ -68,7 +70,8 @@ def plan(argv: list[str] | None = None) -> Plan:
         settings = _attempt(found, resolve, args)
         if settings is not None:
             args.grpo = settings
-            _attempt(found, load_hooks, settings.hooks, args)
+        _attempt(found, load_hooks, from_namespace(HookConfig, args), args)
+        _attempt(found, lambda: check_prompts(from_namespace(PromptConfig, args)))
         # without layers the model is unknown, which is refused already
         if args.num_layers is not None and _attempt(found, validate, args) is not None:
             _check_model(found)
@@ -187,7 +190,7 @@ def render(found: Plan) -> str:
     """The page of a plan."""
     args, blocks = found.args, []
     if getattr(args, "grpo", None) is not None:
-        blocks.append(describe(args.grpo.algorithm, args.algorithm))
+        blocks.append(describe(args.grpo.algorithm, args.algorithm, args.grpo.hooks))
     if found.stages is not None:
         blocks.append("\n".join(_layout(found)))
     if found.memory is not None:

@@ -20,7 +20,7 @@ from ..rollout.config import EngineConfig, PromptConfig, RolloutConfig
 from ..routing.config import RoutingConfig
 from ..settings import ConfigError, add_arguments, from_namespace, given
 from ..weights.config import WeightsConfig
-from . import checkpoint, platform_cpu
+from . import checkpoint, megatron_rl, platform_cpu
 from .config import TrainerConfig
 
 GROUPS = {
@@ -143,6 +143,8 @@ def resolve(args: argparse.Namespace) -> Settings:
     if routing is not None and routing.use_rollout_routing_replay and weights is not None and weights.weight_sync_pause == "in_place":
         refused.append("--weight-sync-pause in_place keeps the engine's prefix cache over a weight update, and with it routes of the old "
                        "weights, which --use-rollout-routing-replay would replay: give abort, drain or retract")
+    attempt(_labels, trainer, parts["prompts"], parts["verifier"])
+    attempt(partial(megatron_rl.refuse, sys.argv[1:]))
     attempt(partial(_batch_size, args), trainer, rollout)
     attempt(partial(_unequal_lengths, args))
     attempt(partial(checkpoint.check, args), trainer)
@@ -161,6 +163,18 @@ def _model_from_hf(args, weights: WeightsConfig) -> None:
     from ..weights.hf_config import apply_hf_config
 
     apply_hf_config(args, weights.hf_checkpoint)
+
+
+def _labels(trainer: TrainerConfig, prompts: PromptConfig, verifier: VerifierConfig) -> None:
+    """Prompts of a file have labels only where --label-key says so."""
+    if not prompts.prompt_data or prompts.label_key is not None or trainer.load_debug_rollout_data:
+        return
+    compares = [name for name in verifier.rm_type if name in ("exact", "math")]
+    if trainer.loss_type == "sft":
+        raise ConfigError("--loss-type sft learns the labels of --prompt-data: name their column with --label-key")
+    if compares:
+        raise ConfigError(f"--rm-type {' '.join(compares)} compares the response with the label, and --prompt-data has none without "
+                          "--label-key: every reward would be 0; name the column of the labels")
 
 
 def _batch_size(args, trainer: TrainerConfig, rollout: RolloutConfig) -> None:

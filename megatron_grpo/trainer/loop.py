@@ -55,7 +55,7 @@ def run(args, model_provider) -> None:
             checkpoint.start_result_queue()
         initialize(args)
         if dist.get_rank() == 0:
-            print(describe(args.grpo.algorithm, args.algorithm), flush=True)
+            print(describe(args.grpo.algorithm, args.algorithm, args.grpo.hooks), flush=True)
         with watched() as failures, make_job(args, model_provider) as job, failures.told():
             job.signals = signals
             train(job)

@@ -77,6 +77,9 @@ def test_flags_exist(page):
             wrong.append(name)
         elif action is not None and action.choices and re.fullmatch(r"[a-z0-9_]{2,}", value) and value not in map(str, action.choices):
             wrong.append(f"{name} {value}")
+    for name, values in re.findall(r"`(--[a-z0-9-]+)`((?:,? `[a-z0-9_]+`)+)", our_side(page)):      # `--flag` `value`, `value`
+        choices = getattr(flags.get(name), "choices", None)
+        wrong += [f"{name} {value}" for value in CODE.findall(values) if choices and value not in map(str, choices)]
     assert not wrong, f"{page.name} names what the parser does not know: {wrong}"
 
 

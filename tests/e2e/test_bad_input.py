@@ -80,18 +80,24 @@ def test_engine_not_reachable(pool, model, prompts):
 
 
 def test_missing_prompt_file(pool, model):
-    fails(pool, ["--hf-checkpoint", model, "--prompt-data", "/no/such.jsonl", "--sglang-urls", "http://a:1"], "--prompt-data", "/no/such.jsonl",
-          ranks=2)
+    fails(pool, ["--hf-checkpoint", model, "--prompt-data", "/no/such.jsonl", "--label-key", "label", "--sglang-urls", "http://a:1"],
+          "--prompt-data", "/no/such.jsonl", ranks=2)
 
 
 def test_wrong_key(pool, model, prompts):
-    fails(pool, ["--hf-checkpoint", model, "--prompt-data", prompts, "--input-key", "question", "--sglang-urls", "http://a:1"], "question", "input")
+    fails(pool, ["--hf-checkpoint", model, "--prompt-data", prompts, "--input-key", "question", "--label-key", "label", "--sglang-urls",
+                 "http://a:1"], "question", "input")
+
+
+def test_rewards_without_labels(pool, model, prompts):
+    fails(pool, ["--hf-checkpoint", model, "--prompt-data", prompts, "--sglang-urls", "http://a:1"],
+          "--rm-type math", "name the column", "--label-key")
 
 
 def test_malformed_line(pool, model, tmp_path):
     path = tmp_path / "bad.jsonl"
-    path.write_text('{"input": "<t5>"}\n{"input": \n')
-    fails(pool, ["--hf-checkpoint", model, "--prompt-data", str(path), "--sglang-urls", "http://a:1"], "bad.jsonl", "2")
+    path.write_text('{"input": "<t5>", "label": "1"}\n{"input": \n')
+    fails(pool, ["--hf-checkpoint", model, "--prompt-data", str(path), "--label-key", "label", "--sglang-urls", "http://a:1"], "bad.jsonl", "2")
 
 
 @pytest.mark.engine

@@ -118,6 +118,45 @@ def test_every_refusal_is_listed(capsys, connections):
         "--custom-rm-path", "--moe-router-fusion:", "--moe-input-jitter-eps:"], said
 
 
+def test_hooks_are_checked_beside_refused_settings_and_named_in_their_axes(capsys, connections):
+    _, said = refused(capsys, "--rollout-temperature", "0", "--custom-rm-path", "no.such.module.f")
+    assert "refused     --rollout-temperature 0" in said and "refused     --custom-rm-path no.such.module.f" in said
+    reducer = f"{RECIPES.parent}/hooks/reducer.py:sqrt_length"
+    code, said = refused(capsys, "--custom-pg-loss-reducer-path", reducer)
+    assert code == 0 and f"  reducer    {reducer}\n" in said
+
+
+@pytest.mark.parametrize("row, flags, message", [
+    (None, [], "--prompt-data {path}: no such file"),
+    ("", [], "--prompt-data {path}: holds no prompt"),
+    ('{"prompt": "1+1", "answer": "2"}', [], "--prompt-data {path}, line 1: no key 'label'; set --label-key to one of the keys found"),
+    ('{"prompt": "1+1", "label": "2"}', ["--input-key", "input"], "--prompt-data {path}, line 1: no key 'input'; set --input-key"),
+    ('{"prompt": "1+1", "label": "2"}\nnot read', [], "nothing")])
+def test_the_first_prompt_is_read(capsys, connections, tmp_path, row, flags, message):
+    path = tmp_path / "prompts.jsonl"
+    if row is not None:
+        path.write_text(row)
+    code, said = refused(capsys, "--prompt-data", str(path), *flags)
+    assert f"refused     {message.format(path=path)}" in said and (code == 0) == (message == "nothing")
+
+
+def test_rewards_that_no_label_could_give(connections, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"input": "1+1", "label": "2"}')
+    flags = ["--hf-checkpoint", str(RECIPES / "qwen3-30b-a3b"), "--prompt-data", str(tmp_path / "prompts.jsonl")]
+    for more, words in ((["--rm-type", "exact"], "--rm-type exact compares the response with the label"),
+                        (["--loss-type", "sft"], "--loss-type sft learns the labels")):
+        assert any(words in text and "--label-key" in text for text in plan([*flags, *more]).refusals)
+        assert not any("--label-key" in text for text in plan([*flags, *more, "--label-key", "label"]).refusals)
+    for more in (["--custom-rm-path", f"{RECIPES.parent}/hooks/rm.py:f"], ["--rm-type", "exact", "--load-debug-rollout-data", "x"]):
+        assert not any("--label-key" in text for text in plan([*flags, *more]).refusals)
+
+
+def test_megatrons_own_reinforcement_learning_is_refused(capsys, connections):
+    code, said = refused(capsys, "--grpo-clamp-eps-lower", "0.2", "--perform-rl-step")
+    assert code == 2 and "refused     --grpo-clamp-eps-lower belongs to Megatron's own RL and would have no effect: give --eps-clip\n" in said
+    assert "refused     --perform-rl-step belongs to Megatron's own RL and would have no effect: drop it" in said
+
+
 def test_megatrons_own_refusals_are_among_them(capsys, connections):
     code, said = refused(capsys, "--pipeline-model-parallel-size", "5")
     assert code == 2 and "refused     Megatron refuses the flags: Number of layers should be divisible" in said

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from megatron_grpo.rollout.config import PromptConfig
 from megatron_grpo.rollout.prompts import PromptOrder, load_prompts, read_rows
-from megatron_grpo.settings import ConfigError
+from megatron_grpo.settings import ConfigError, flag
 
 from .simulated import Tokenizer
 
@@ -92,6 +92,9 @@ def test_sources_that_cannot_be_read(tmp_path):
         load_prompts(config(), Tokenizer())
     with pytest.raises(ConfigError, match="both name the prompts"):
         config("p.jsonl", prompt_task="chain_sum")
+    for name, value in (("label_key", "answer"), ("eval_prompt_data", "p.jsonl")):
+        with pytest.raises(ConfigError, match=f"{flag(name)} {value} has no effect: --prompt-task chain_sum has labels"):
+            PromptConfig(**{"prompt_task": "chain_sum", name: value})
 
 
 def test_several_splits_are_refused(tmp_path):
