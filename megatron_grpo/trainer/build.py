@@ -1,5 +1,6 @@
 """Megatron's distributed set-up, the model and its optimizer, as Megatron's own training script makes them."""
 
+import os
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,11 +62,24 @@ class Trained:
             save_hf_checkpoint(self.live, path, self.hf_config, weights.weight_sync_bucket_size, tokenizer_from=weights.hf_checkpoint)
 
 
+def check_launched() -> None:
+    """Refuse a process that nobody told which rank it is.
+
+    Raises:
+        ConfigError: neither process groups nor the variables of a launcher are there.
+    """
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing and not dist.is_initialized():
+        raise ConfigError(f"start with torchrun --nproc-per-node N -m ..., for one rank too: {', '.join(missing)} "
+                          f"{'is' if len(missing) == 1 else 'are'} not set")
+
+
 def initialize(args) -> None:
     """Process groups, seeds and Megatron's global state."""
     from megatron.core.datasets import utils as dataset_utils
     from megatron.training.initialize import initialize_megatron
 
+    check_launched()
     dataset_utils.compile_helpers = lambda: None    # an index builder for pre-training data; the wheel cannot compile it
     initialize_megatron(allow_no_cuda=platform_cpu.installed())
 

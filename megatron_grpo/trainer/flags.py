@@ -6,10 +6,14 @@ A Megatron script of your own passes `add_grpo_args` as its extra_args_provider 
 """
 
 import argparse
+import difflib
+import os
+import re
 import sys
 import traceback
 from dataclasses import dataclass
 from functools import partial
+from typing import NoReturn
 
 from ..algorithms import AlgorithmChoice, resolve_algorithm
 from ..config import AdvantageConfig, CorrectionConfig, GRPOConfig, KLConfig, LossConfig, RewardConfig
@@ -33,6 +37,10 @@ GROUPS = {
     "GRPO: routing replay": (RoutingConfig,),
     "GRPO: packing and layout": (PackingConfig,),
 }
+
+
+# What argparse formats in a help text, or a % of its own, of which some of Megatron's are not written %%.
+FORMATS = re.compile(r"%%|%\(\w+\)[-+ #0-9.]*[a-z]|%")
 
 
 @dataclass(frozen=True)
@@ -61,12 +69,29 @@ SUPERVISED = GRPOConfig(advantage=AdvantageConfig(advantage_estimator="reinforce
 
 
 def add_grpo_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Our flags; Megatron's `extra_args_provider`."""
+    """Our flags; Megatron's `extra_args_provider`. Also makes the parser's --help work and its errors short."""
+    for action in parser._actions:
+        action.help = action.help and FORMATS.sub(lambda found: found[0] if len(found[0]) > 1 else "%%", action.help)
+    setattr(parser, "error", partial(_error, parser))       # noqa: B010  (mypy refuses the assignment)
     for title, classes in GROUPS.items():
         add_arguments(parser, title, *classes)
     if given("--platform", sys.argv) == "cpu":
         platform_cpu.set_defaults(parser)
     return parser
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """A parser of every flag of Megatron and ours."""
+    from megatron.training.arguments import add_megatron_arguments
+    return add_grpo_args(add_megatron_arguments(argparse.ArgumentParser("megatron_grpo", allow_abbrev=False)))
+
+
+def _error(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    """argparse's error without its usage, which is 800 lines here, and with the flags that resemble the unknown ones."""
+    known = parser._option_string_actions
+    unknown = [word.split("=", 1)[0] for word in message.split() if word.startswith("--")] if message.startswith("unrecognized") else []
+    near = [f"; for {word}, did you mean {' or '.join(names)}?" for word in unknown if (names := difflib.get_close_matches(word, known))]
+    parser.exit(2, f"megatron_grpo: rank {os.environ.get('RANK', '0')}: {message}{''.join(near)} (--help lists every flag)\n")
 
 
 def parse_args(argv: list[str] | None = None, extra_args_provider=add_grpo_args) -> argparse.Namespace:

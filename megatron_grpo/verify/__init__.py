@@ -10,9 +10,22 @@ The same step is taken by one rank in float64. Loss, every metric, the gradient 
 parameter are compared, and any line out of tolerance makes the exit code 1. No engine is needed.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from .command import main
 from .compare import Line, compare, table
-from .problem import one_rank, prepare, with_layout, without
-from .step import Case, one_step, take_steps
+
+if TYPE_CHECKING:
+    from .problem import one_rank, prepare, with_layout, without
+    from .step import Case, one_step, take_steps
 
 __all__ = ["Case", "Line", "compare", "main", "one_rank", "one_step", "prepare", "table", "take_steps", "with_layout", "without"]
+_LATE = dict.fromkeys(("one_rank", "prepare", "with_layout", "without"), "problem") | dict.fromkeys(("Case", "one_step", "take_steps"), "step")
+
+
+def __getattr__(name: str):
+    """Names of modules that import torch, which --help does not wait for."""
+    if name in _LATE:
+        return getattr(import_module(f"{__name__}.{_LATE[name]}"), name)
+    raise AttributeError(name)

@@ -12,6 +12,9 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-2, "float16": 1e-2}
 SMALLEST = 1e-2
 """Metrics are means of numbers near 1 that may cancel: below this size their error is compared with it."""
 
+SIGNED = {"mismatch_k1": "mismatch_abs"}
+"""Means of numbers of both signs: their error is compared with the mean of the numbers' sizes."""
+
 WORST = 12
 SHOWN = ("loss", "pg_loss", "kl_loss", "entropy", "grad_norm")
 
@@ -45,7 +48,7 @@ def compare(found: dict[str, Any], reference: dict[str, Any], tolerance: float =
         if math.isnan(got) and math.isnan(want) and not missing or got == want:
             error = 0.0
         else:
-            error = abs(got - want) / max(abs(want), SMALLEST)
+            error = abs(got - want) / max(abs(want), reference["metrics"].get(SIGNED.get(name), 0.0), SMALLEST)
         lines.append(Line(name, got, want, math.inf if missing or math.isnan(error) else error, tolerance))
     for name in sorted(set(found["gradients"]) | set(reference["gradients"])):
         got, want = found["gradients"].get(name), reference["gradients"].get(name)

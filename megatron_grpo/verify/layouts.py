@@ -13,9 +13,10 @@ import torch
 
 from ..recipes import RECIPES
 from ..settings import given
-from .command import tolerance
+from ..trainer.flags import make_parser
+from .command import quiet, tolerance
 from .compare import compare, table
-from .problem import one_rank, prepare, with_layout
+from .problem import OURS, one_rank, prepare, with_layout, without
 from .ranks import LocalRanks, RankFailed
 from .step import Case, take_steps
 
@@ -125,7 +126,10 @@ def all_layouts(argv: list[str]) -> int:
     pool = LocalRanks(min(RANKS, torch.cuda.device_count()) if cuda else RANKS, "cpu:gloo,cuda:nccl" if cuda else "gloo", quiet=True)
     try:
         with tempfile.TemporaryDirectory(prefix="verify-") as directory:
-            return verify_layouts(pool, prepare(directory, [*argv, "--algorithm", names[0], *EXTRA.get(names[0], ())]), cells)
+            with quiet():
+                make_parser().parse_args(without(argv, *OURS))      # what is wrong with a flag is said here once; ranks are silent
+                flags = prepare(directory, [*argv, "--algorithm", names[0], *EXTRA.get(names[0], ())])
+            return verify_layouts(pool, flags, cells)
     finally:
         pool.close()
 
@@ -153,7 +157,8 @@ def verify_layouts(pool: LocalRanks, flags: list[str], cells: dict[Layout, list[
               f"{max(lines[-1].error for _, lines in found):.1e}  [{time.monotonic() - started:.0f} s]", flush=True)
         for case, lines in bad:
             print(f"  {' '.join(case.algorithm or ())}{', one even sample a micro-batch' if case.single else ''}\n{table(lines)}", flush=True)
-    print(f"{len(cells)} layouts, {compared - failed} steps equal those of one rank in float64, {failed} do not")
     if failed and ties:
         print(f"{ties} choices of experts are so close that rounding may flip them: repeat with another --seed")
+    print(f"verify: {'FAIL' if failed else 'PASS'}  {len(cells)} layouts, {compared - failed} steps equal those of one rank in float64, "
+          f"{failed} do not", flush=True)
     return int(failed > 0)

@@ -1,8 +1,10 @@
 """Verify passes on every pair of values of the layout's axes and the algorithms, and on no planted fault."""
 
+import contextlib
 import functools
 import itertools
 import os
+import socket
 import subprocess
 import sys
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from megatron_grpo.recipes import RECIPES
-from megatron_grpo.verify import Case, compare, one_rank, prepare, table, take_steps, with_layout
+from megatron_grpo.verify import Case, command, compare, one_rank, prepare, table, take_steps, with_layout
 from megatron_grpo.verify.layouts import AXES, BY_MICRO_BATCH, Layout, cases_of, covering, dealt, every_layout, verify_layouts
 from megatron_grpo.verify.problem import even_samples, hard_samples
 from megatron_grpo.verify.ranks import RankFailed
@@ -131,10 +133,36 @@ def test_exit_code_and_report(capsys):
 
     code, said = verify(layout(), layout(dp="2"))
     assert code == 0 and said.count("ok  ") == 2 and "4 steps equal" in said and "0 do not" in said
+    assert said.splitlines()[-1].startswith("verify: PASS")
     code, said = verify(layout(), layout(batch="padded"))
     assert code == 1 and "FAIL one rank, padded" in said and "gradient of w" in said and "OUT" in said and "2 do not" in said
     code, said = verify(layout(cp="2"))
-    assert code == 1 and "FAIL cp2" in said and "out of luck" in said
+    assert code == 1 and "FAIL cp2" in said and "out of luck" in said and said.splitlines()[-1].startswith("verify: FAIL")
+
+
+def test_verdict_of_one_layout(capsys, tmp_path):
+    right = {"metrics": {"loss": 1.0}, "gradients": {"w": np.ones(2)}, "near_ties": 0}
+    torch.save([right, right], tmp_path / "reference.pt")
+    for second, code, verdict in ((right, 0, "verify: PASS  4 of 4"), (right | {"metrics": {"loss": 1.1}}, 1, "verify: FAIL  3 of 4")):
+        assert command._report([right, second], str(tmp_path / "reference.pt"), 1e-5) == code
+        said = capsys.readouterr().out
+        assert said.splitlines()[-1].startswith(verdict) and all(title in said for title in command.TITLES)
+
+
+def test_help_waits_for_no_import():
+    code = ("import sys; from megatron_grpo.verify import main; assert main(['--help']) == 0; "
+            "assert not {'torch', 'transformers', 'megatron.training'} & set(sys.modules)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in ("--all-layouts", "--quick", "--full", "torchrun --nproc-per-node"))
+
+
+def test_refuses_before_it_starts(capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    for words, message in (([], "torchrun --nproc-per-node"), (["--quick"], "--all-layouts")):
+        assert command.main(words) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("verify: FAIL") and message in said
 
 
 @pytest.mark.slow
@@ -146,12 +174,28 @@ def test_every_pair(pool, flags, capsys):
 
 @pytest.mark.slow
 def test_command(tmp_path):
-    """The command of a user with two ranks, as a job would be started."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
-               "-m", "megatron_grpo.verify", "--platform", "cpu", "--algorithm", "gspo", "--context-parallel-size", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    """The command of a user with two ranks, as a job would be started, where the ports beside the job's are taken."""
+    port, taken = _port_with_taken_neighbours()
+    with taken:
+        words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port),
+                 "-m", "megatron_grpo.verify", "--platform", "cpu", "--algorithm", "gspo", "--context-parallel-size", "2"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=500,
+                              env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert done.stdout.count("0 out of tolerance") == 2
+    lines = done.stdout.splitlines()
+    assert lines[-1].startswith("verify: PASS") and len(lines) < 40, done.stdout[:3000]
+    assert not list(tmp_path.glob("verify-*"))
+
+
+def _port_with_taken_neighbours() -> tuple[int, contextlib.ExitStack]:
+    """A free port, and what holds the two after it."""
+    for port in range(21000, 31000, 3):
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            job, *_ = [stack.enter_context(socket.create_server(("", port + i))) for i in range(3)]
+            job.close()
+            return port, stack.pop_all()
+    raise AssertionError("no three free ports")
 
 
 def test_reference_without_an_algorithm(pool, tmp_path):
