@@ -102,6 +102,9 @@ def test_reload_from_disk(sglang_server):
 # ---- a fleet, and what happens to it ------------------------------------------------------------------------------------------------
 
 
+RESPONSE = 160      # tokens; long enough that no server has answered everything when two of them fail
+
+
 class Prefix:
     """Sends the sampler's requests as greedy ones, so that each answer is known, whoever gave it."""
 
@@ -109,7 +112,7 @@ class Prefix:
         self.client, self.sent = client, {}
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        asked = greedy(request.request_id, [3 + t for t in request.input_ids], 48, session=request.session,
+        asked = greedy(request.request_id, [3 + t for t in request.input_ids], RESPONSE, session=request.session,
                        routes_start=request.routes_start)
         self.sent[request.session] = asked
         return await self.client.generate(asked)
@@ -145,11 +148,10 @@ async def _disturbed_steps(servers):
     config = EngineConfig(sglang_stream_interval=1, rollout_health_check_interval=0.5, rollout_health_check_timeout=4.0)
     client = await SGLangClient(config, MODEL, [s.url for s in servers], backoff=0.05).start()
     engine = Prefix(client)
-    sampler = make_sampler(engine, rollout_batch_size=8, n_samples_per_prompt=4, rollout_max_response_len=48, return_routes=True)
+    sampler = make_sampler(engine, rollout_batch_size=8, n_samples_per_prompt=4, rollout_max_response_len=RESPONSE, return_routes=True)
     try:
         task = asyncio.create_task(sampler.rollout(0))
         await _until(lambda: sum(bool(c.rid) for c in client._calls.values()) == 32)
-        await asyncio.sleep(0.5)
         os.killpg(stopped.process.pid, signal.SIGSTOP)
         os.killpg(killed.process.pid, signal.SIGKILL)
         first = await asyncio.wait_for(task, 400)
@@ -175,7 +177,7 @@ async def _check(rollout, engine, client):
     samples = rollout.samples
     assert len(rollout.groups) == 8 and len({s.sample_id for s in samples}) == len(samples) == 32
     requests = [engine.sent[f"sample-{s.sample_id}"] for s in samples]
-    expected = await asyncio.gather(*(client.generate(greedy(f"again{s.sample_id}", r.input_ids, 48))
+    expected = await asyncio.gather(*(client.generate(greedy(f"again{s.sample_id}", r.input_ids, RESPONSE))
                                       for s, r in zip(samples, requests, strict=True)))
     for sample, true in zip(samples, expected, strict=True):
         assert sample.status is Status.TRUNCATED and sample.tokens[sample.prompt_length:].tolist() == true.output_ids

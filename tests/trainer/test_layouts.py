@@ -20,6 +20,7 @@ MODELS = {
     "recompute": [*UNTIED, "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"],
     "recompute_core": [*UNTIED, "--recompute-granularity", "selective", "--recompute-modules", "core_attn", "moe"],
 }
+ROUTER = 1e-7
 WORDS = dict(tp="--sequence-parallel --make-vocab-size-divisible-by 64 --tensor-model-parallel-size", pp="--pipeline-model-parallel-size",
              vpp="--num-layers-per-virtual-pipeline-stage", cp="--context-parallel-size", ep="--expert-model-parallel-size",
              etp="--expert-tensor-parallel-size", layout="--cp-layout")
@@ -46,10 +47,11 @@ def test_one_rank_equals_plain_pytorch(one_rank, model):
         total = total + torch.nn.functional.cross_entropy(logits[:-1], tokens[1:], reduction="sum")
         count += len(tokens) - 1
     (total / count).backward()
-    assert loss == pytest.approx(float(total / count), rel=1e-12)
+    # Megatron rounds the scores of the router to float32, and processors differ in the last bit of the float64 that is rounded.
+    assert loss == pytest.approx(float(total / count), rel=ROUTER)
     for key, gradient in gradients.items():
         if weights[key].requires_grad:
-            assert (gradient - weights[key].grad).norm() < 1e-10 * weights[key].grad.norm(), key
+            assert (gradient - weights[key].grad).norm() < ROUTER * weights[key].grad.norm(), key
 
 
 SMALL = [dict(tp=2), dict(pp=2), dict(pp=2, vpp=1), dict(cp=2), dict(cp=2, layout="contiguous"), dict(ep=2), dict(tp=2, etp=2), dict()]
@@ -71,8 +73,7 @@ def test_layout_equals_one_rank(pool, one_rank, model, ranks, parallel):
     loss, gradients = one_rank(model)
     got_loss, got = one_step.assemble(pool.run(
         one_step.step, [*MODELS[model], *flags(**parallel)], mtp=model == "mtp", ranks=ranks, timeout=300))
-    # Megatron rounds the router's scores to float32, where a last bit may differ, and its own cross entropy, which MTP uses, is float32.
-    bound = 1e-5 if model == "mtp" else 1e-7
+    bound = 1e-5 if model == "mtp" else ROUTER         # Megatron's own cross entropy, which MTP uses, is float32
     assert got_loss == pytest.approx(loss, rel=bound)
     assert got.keys() == gradients.keys()
     for key, gradient in gradients.items():
