@@ -5,6 +5,7 @@ two axes or of an axis and an algorithm; with --quick every value of an axis, an
 """
 
 import itertools
+import os
 import tempfile
 import time
 from dataclasses import dataclass
@@ -121,7 +122,9 @@ def all_layouts(argv: list[str]) -> int:
     if "--full" in argv:
         cells = {layout: names for layout in every_layout()}
     else:
-        cells = dealt(covering(1 if "--quick" in argv else 2), names, each_value="--quick" not in argv)
+        quick = "--quick" in argv
+        cells = dealt(covering(1 if quick else 2), names, each_value=not quick or one is not None)      # one name alone meets every value
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")       # of what the ranks import
     cuda = given("--platform", argv) != "cpu"
     pool = LocalRanks(min(RANKS, torch.cuda.device_count()) if cuda else RANKS, "cpu:gloo,cuda:nccl" if cuda else "gloo", quiet=True)
     try:

@@ -45,6 +45,8 @@ def test_pairs_are_covered():
         assert (name in BY_MICRO_BATCH or False in kinds) and kinds, name
     assert all(any(case.single for case in cases_of(own)) for own in cells.values() if set(own) - set(BY_MICRO_BATCH))
     assert max(item.ranks for item in layouts) == 8
+    alone = dealt(covering(1), ["grpo"], each_value=True)      # --quick of one algorithm
+    assert {value for item in alone for value in item.pairs} == values and len(alone) > 1
 
 
 def test_samples_have_every_hard_shape():
