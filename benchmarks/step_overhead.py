@@ -121,7 +121,7 @@ def measure(argv: list[str], repeats: int) -> dict[str, list[float]]:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    for name, default in dict(repeats=9, vocab=4096, hidden=256, layers=4, samples=16, length=192, tokens=512).items():
+    for name, default in dict(repeats=7, vocab=4096, hidden=512, layers=4, samples=16, length=384, tokens=1024).items():
         parser.add_argument(f"--{name}", type=int, default=default)
     options, flags = parser.parse_known_args()
     if not torch.cuda.is_available():
