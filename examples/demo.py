@@ -95,7 +95,7 @@ def check(flags: list) -> None:
     command = [sys.executable, "-m", "megatron_grpo.train", "--dry-run", *map(str, flags)]
     plan = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"WORLD_SIZE": "2"})
     if plan.returncode:
-        sys.exit(plan.stdout + "\n".join(line for line in plan.stderr.splitlines() if "rror" in line))
+        sys.exit(plan.stdout + "\n".join(_said(plan.stderr.splitlines())))
 
 
 def train(what: str, flags: list, log: Path) -> None:
@@ -116,8 +116,12 @@ def train(what: str, flags: list, log: Path) -> None:
             job.terminate()
             raise
     if job.returncode:
-        said = [line for line in tail if line.startswith("megatron_grpo:")] or tail
-        sys.exit(f"{what} failed with code {job.returncode}; the end of {log}:\n{''.join(said)}")
+        sys.exit(f"{what} failed with code {job.returncode}; the end of {log}:\n{''.join(_said(tail))}")
+
+
+def _said(lines: list[str]) -> list[str]:
+    """Our own messages, or everything where there is none."""
+    return [line for line in lines if line.startswith("megatron_grpo:")] or lines
 
 
 if __name__ == "__main__":
