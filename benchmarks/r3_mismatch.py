@@ -21,8 +21,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from examples.demo import MODEL, train
-from megatron_grpo.rollout.tokenizer import make_character_tokenizer
+from examples.demo import MODEL, make_model, train
 
 EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "mlp_only_layers", "decoder_sparse_step")
 RESULT = "result: "
@@ -47,11 +46,7 @@ def configs(layers: int) -> dict[str, dict]:
 def compare(name: str, config: dict, args) -> dict[str, dict]:
     """Warm-start one model and measure it; way of routing -> numbers."""
     run = Path(args.run_dir).absolute() / name.replace(", ", "-").replace(" ", "-")
-    model = run / "model"
-    model.mkdir(parents=True)
-    tokenizer = make_character_tokenizer(model, "0123456789+-=")
-    ids = dict(bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    (model / "config.json").write_text(json.dumps(config | ids, indent=1))
+    model = make_model(run / "model", config, "0123456789+-=")
     moe = "num_experts" in config
     common = [*COMMON, "--seed", args.seed, "--rollout-seed", args.seed, "--hf-checkpoint", model]
     if moe:

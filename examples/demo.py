@@ -72,12 +72,12 @@ def main() -> None:
                           seconds=round(time.monotonic() - start), report=str(run / "report" / "report.html"))))
 
 
-def make_model(directory: Path) -> Path:
+def make_model(directory: Path, config: dict = MODEL, characters: str = "abcdefghijklmnopqrstuvwxyz<") -> Path:
     """A Hugging Face directory without weights: config.json, and a tokenizer of one character a token."""
     directory.mkdir(parents=True)
-    tokenizer = make_character_tokenizer(directory, "abcdefghijklmnopqrstuvwxyz<")
+    tokenizer = make_character_tokenizer(directory, characters)
     ids = dict(bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    (directory / "config.json").write_text(json.dumps(MODEL | ids, indent=1))
+    (directory / "config.json").write_text(json.dumps(config | ids, indent=1))
     return directory
 
 

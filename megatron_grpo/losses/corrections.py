@@ -101,7 +101,7 @@ def log_mismatch(x: LossInputs, guard: LossConfig) -> tuple[torch.Tensor, torch.
     """(log r, clamped to [--log-ratio-min, --log-ratio-max] and 0 where r is not a finite number; bool where it is one). [T], [T]"""
     assert x.rollout_logp_T is not None
     difference_T = x.old_logp_T - x.rollout_logp_T
-    log_r_T = difference_T.clamp(guard.log_ratio_min, guard.log_ratio_max)
+    log_r_T = _clamp(difference_T, guard)
     finite_T = difference_T.isfinite() & log_r_T.exp().isfinite()
     return torch.where(finite_T, log_r_T, 0), finite_T
 
@@ -211,8 +211,8 @@ def _inside(rule: Rule, value: torch.Tensor) -> torch.Tensor:
     return (value >= rule.low) & (value <= rule.high)
 
 
-def _clamp(log_r_S: torch.Tensor, guard: LossConfig) -> torch.Tensor:
-    return log_r_S.clamp(guard.log_ratio_min, guard.log_ratio_max)
+def _clamp(log_r: torch.Tensor, guard: LossConfig) -> torch.Tensor:
+    return log_r.clamp(guard.log_ratio_min, guard.log_ratio_max)
 
 
 def _passes(rule: Rule, x: LossInputs, log_r_T: torch.Tensor, sums: Columns, guard: LossConfig) -> torch.Tensor:

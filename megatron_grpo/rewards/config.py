@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 
 from ..settings import ConfigError, flag, setting
+from .verifiers import VERIFIERS
+
+BUILT_IN = (*VERIFIERS, "remote")
 
 
 @dataclass(frozen=True)
@@ -19,9 +22,9 @@ class VerifierConfig:
     rm_concurrency: int = setting(64, "remote and custom rewards computed at once, per data-parallel rank", unit="samples")
 
     def __post_init__(self):
-        unknown = set(self.rm_type) - {"task", "exact", "math", "remote"}
+        unknown = set(self.rm_type) - set(BUILT_IN)
         if unknown:
-            raise ConfigError(f"--rm-type {' '.join(sorted(unknown))}: choose among task, exact, math, remote, or give --custom-rm-path")
+            raise ConfigError(f"--rm-type {' '.join(sorted(unknown))}: choose among {', '.join(BUILT_IN)}, or give --custom-rm-path")
         if ("remote" in self.rm_type) and not self.rm_url:
             raise ConfigError("--rm-type remote: give the address with --rm-url")
         for name in ("rm_timeout", "rm_workers", "rm_concurrency"):

@@ -5,15 +5,15 @@ import random
 
 from ..settings import ConfigError
 
-# Problem and answer in as few characters as a character-level model can learn from.
+# What a problem says in as few characters as a character-level model can learn from; in lower case, as the answer is then too.
 COMPACT = {
-    "chain_sum": lambda entry: (entry["metadata"]["expression"].replace(" ", "") + "=", entry["answer"]),
-    "basic_arithmetic": lambda entry: (entry["metadata"]["expression"].replace(" ", "") + "=", entry["answer"]),
-    "products": lambda entry: (entry["metadata"]["expression"].replace(" ", "") + "=", entry["answer"]),
-    "gcd": lambda entry: (f"gcd({','.join(map(str, entry['metadata']['numbers']))})=", entry["answer"]),
-    "lcm": lambda entry: (f"lcm({','.join(map(str, entry['metadata']['numbers']))})=", entry["answer"]),
-    "spell_backward": lambda entry: (f"{entry['metadata']['word'].lower()}<", entry["answer"].lower()),     # its verifier ignores case too
-    "count_bits": lambda entry: (f"bits({entry['metadata']['number']})=", entry["answer"]),
+    "chain_sum": lambda entry: entry["metadata"]["expression"].replace(" ", "") + "=",
+    "basic_arithmetic": lambda entry: entry["metadata"]["expression"].replace(" ", "") + "=",
+    "products": lambda entry: entry["metadata"]["expression"].replace(" ", "") + "=",
+    "gcd": lambda entry: f"gcd({','.join(map(str, entry['metadata']['numbers']))})=",
+    "lcm": lambda entry: f"lcm({','.join(map(str, entry['metadata']['numbers']))})=",
+    "spell_backward": lambda entry: f"{entry['metadata']['word']}<",      # its verifier ignores case too
+    "count_bits": lambda entry: f"bits({entry['metadata']['number']})=",
 }
 MISSES_PER_PROBLEM = 20      # repeated draws in a row, per problem found, after which a task is taken to be exhausted
 
@@ -52,7 +52,9 @@ def task_rows(task: str, arguments: str, train_size: int, held_out_size: int, se
     while len(rows) < wanted and misses < 100 + MISSES_PER_PROBLEM * len(rows):
         entry = stream[index]
         index += 1
-        question, answer = COMPACT[task](entry) if style == "compact" else (entry["question"], entry["answer"])
+        question, answer = entry["question"], entry["answer"]
+        if style == "compact":
+            question, answer = COMPACT[task](entry).lower(), answer.lower()
         if question in seen:
             misses += 1
             continue

@@ -171,6 +171,7 @@ def resolve(args: argparse.Namespace) -> Settings:
     attempt(_labels, trainer, parts["prompts"], parts["verifier"])
     attempt(partial(megatron_rl.refuse, sys.argv[1:]))
     attempt(partial(_batch_size, args), trainer, rollout)
+    attempt(partial(_intervals, args), trainer)
     attempt(partial(_unequal_lengths, args))
     attempt(partial(checkpoint.check, args), trainer)
     if refused:
@@ -214,6 +215,11 @@ def _batch_size(args, trainer: TrainerConfig, rollout: RolloutConfig) -> None:
                           f"--num-steps-per-rollout = {samples // steps}; drop it")
     args.global_batch_size = samples // steps
     args.micro_batch_size = args.micro_batch_size or 1
+
+
+def _intervals(args, trainer: TrainerConfig) -> None:
+    """Whatever of Megatron counts iterations counts optimizer steps, of which a rollout has several."""
+    steps = trainer.num_steps_per_rollout
     if args.save and args.save_interval is None:
         args.save_interval = args.train_iters       # a checkpoint at the end, which Megatron's validation wants spelled out
     if args.train_iters is not None and args.train_iters % steps:

@@ -42,8 +42,8 @@ class EventLoop:
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True, name="rollout")
         self.thread.start()
 
-    def run(self, coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+    def run(self, coroutine, timeout: float | None = None):
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout)
 
     def close(self):
         self.loop.call_soon_threadsafe(self.loop.stop)

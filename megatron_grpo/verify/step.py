@@ -1,7 +1,6 @@
 """Steps of the real trainer on recorded samples, with everything that layouts are compared by."""
 
 import dataclasses
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -81,14 +80,12 @@ def _state(job) -> list[torch.Tensor]:
 def _configured(job, argv: list[str], case: Case):
     """The job with the case's algorithm, packing and auxiliary losses."""
     from ..algorithms import resolve_algorithm
-    from ..trainer.flags import add_grpo_args
+    from ..trainer.flags import read_args
     from ..trainer.reference import load_reference
 
     settings, where, args = job.settings, job.where, job.args
     if case.algorithm is not None:
-        from megatron.training.arguments import parse_args as megatron_parse_args
-        sys.argv[1:] = [*argv, *case.algorithm]
-        settings = dataclasses.replace(settings, algorithm=resolve_algorithm(megatron_parse_args(add_grpo_args)))
+        settings = dataclasses.replace(settings, algorithm=resolve_algorithm(read_args([*argv, *case.algorithm])))
     if case.single:
         packing = dataclasses.replace(where.packing, use_dynamic_batch_size=False, max_tokens_per_gpu=None)
         where = dataclasses.replace(where, packing=packing, micro_batch_size=1)

@@ -1,14 +1,14 @@
 """A server's routes, damaged on their way: a proxy in front of a real one."""
 
-import asyncio
 import base64
 import contextlib
 import json
-import threading
 
 import aiohttp
 import numpy as np
 from aiohttp import web
+
+from megatron_grpo.trainer.sources import EventLoop
 
 DAMAGES = {     # [rows, layers, K] -> what arrives
     "truncated": lambda routes: routes[:-4],
@@ -81,13 +81,10 @@ class DamagingProxy:
 @contextlib.contextmanager
 def damaging_proxy(server: str, layers: int, topk: int):
     """A running proxy."""
-    loop, proxy = asyncio.new_event_loop(), DamagingProxy(server, layers, topk)
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    asyncio.run_coroutine_threadsafe(proxy._serve(), loop).result(20)
+    events, proxy = EventLoop(), DamagingProxy(server, layers, topk)
+    events.run(proxy._serve(), 20)
     try:
         yield proxy
     finally:
-        asyncio.run_coroutine_threadsafe(proxy._stop(), loop).result(20)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
+        events.run(proxy._stop(), 20)
+        events.close()

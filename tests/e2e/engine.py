@@ -6,10 +6,10 @@ continued wrongly shows in its tokens.
 
 import asyncio
 import contextlib
-import threading
 
 from aiohttp import web
 
+from megatron_grpo.trainer.sources import EventLoop
 from tests.faults.server import FaultServer
 
 
@@ -35,13 +35,10 @@ class TrainingEngine(FaultServer):
 @contextlib.contextmanager
 def training_engine(pause: float):
     """A running engine; `pause` seconds between two parts of a streamed answer."""
-    loop, engine = asyncio.new_event_loop(), TrainingEngine(part=2, pause=pause)
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    asyncio.run_coroutine_threadsafe(engine.start(), loop).result(20)
+    events, engine = EventLoop(), TrainingEngine(part=2, pause=pause)
+    events.run(engine.start(), 20)
     try:
         yield engine
     finally:
-        asyncio.run_coroutine_threadsafe(engine.stop(), loop).result(20)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
+        events.run(engine.stop(), 20)
+        events.close()

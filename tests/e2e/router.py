@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
-import threading
 import urllib.parse
+
+from megatron_grpo.trainer.sources import EventLoop
 
 PASSED = (b"POST /generate ", b"GET /health ")
 
@@ -23,15 +24,12 @@ def router(url: str):
         forward.write(request)
         await asyncio.gather(_pipe(reader, forward), _pipe(answer, writer), return_exceptions=True)
 
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    listening = asyncio.run_coroutine_threadsafe(asyncio.start_server(serve, "127.0.0.1", 0), loop).result(20)
+    events = EventLoop()
+    listening = events.run(asyncio.start_server(serve, "127.0.0.1", 0), 20)
     try:
         yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
     finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
+        events.close()
 
 
 async def _pipe(source, sink):

@@ -6,6 +6,7 @@ from benchmarks.simulation import SimulatedEngine, hash_of
 from megatron_grpo.batch import Sample
 from megatron_grpo.rewards.reward import abort
 from megatron_grpo.rollout.config import PromptConfig, RolloutConfig
+from megatron_grpo.rollout.engine import EngineError
 from megatron_grpo.rollout.prompts import PromptOrder, Prompts
 from megatron_grpo.rollout.sampler import Sampler
 
@@ -39,6 +40,29 @@ class StubRewards:
             sample.rewards, sample.reward = {"r": value}, value
 
     async def finish(self, samples) -> None: ...
+
+
+class Faulty(SimulatedEngine):
+    """A fault for each request, "" for none: an error before or after some tokens, no routes, an unasked abort, too many tokens."""
+
+    def __init__(self, draw_fault, length_of, **options):
+        super().__init__(length_of, **options)
+        self.draw_fault = draw_fault
+
+    async def generate(self, request):
+        fault = self.draw_fault()
+        if fault == "refused":
+            raise EngineError("refused")
+        generation = await super().generate(request)
+        if fault == "reset":
+            raise EngineError("reset")
+        if fault == "no routes":
+            generation.routes = None
+        if fault == "too long":
+            generation.output_ids = generation.output_ids + [1] * 1000
+        if fault == "empty abort":
+            generation.output_ids, generation.finish_reason, generation.routes, generation.weight_versions = [], "abort", None, []
+        return generation
 
 
 def prompts(count: int = 1000) -> Prompts:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.simulation import SimulatedEngine, run_virtual
+from benchmarks.simulation import run_virtual
 from megatron_grpo.hooks import FilterOutput, Hooks
 from megatron_grpo.rollout.engine import EngineError
 from megatron_grpo.rollout.tickets import StoreTickets
 
-from .simulated import StubRewards, lengths, make_sampler
+from .simulated import Faulty, StubRewards, lengths, make_sampler
 
 STEPS, LENGTHS = 5, lengths(2, 60)
 
@@ -42,24 +42,17 @@ class Store(dict):
         return self.pop(key, None) is not None
 
 
-class Faulty(SimulatedEngine):
-    """Slow to begin; a share of its answers is an error before or after some tokens, or has no routes."""
+class SlowToBegin(Faulty):
+    """A share of its answers is an error before or after some tokens, or has no routes."""
 
     def __init__(self, rng, faults, **options):
-        super().__init__(LENGTHS, route_shape=(1, 1, 4), **options)
-        self.rng, self.faults = rng, faults
+        draw = lambda: rng.choice(["refused", "reset", "no routes"]) if rng.random() < faults else ""
+        super().__init__(draw, LENGTHS, route_shape=(1, 1, 4), **options)
+        self.rng = rng
 
     async def generate(self, request):
-        fault = self.rng.choice(["refused", "reset", "no routes"]) if self.rng.random() < self.faults else ""
         await asyncio.sleep(self.rng.random() / 10)
-        if fault == "refused":
-            raise EngineError("refused")
-        generation = await super().generate(request)
-        if fault == "reset":
-            raise EngineError("reset")
-        if fault == "no routes":
-            generation.routes = None
-        return generation
+        return await super().generate(request)
 
 
 @dataclass
@@ -123,7 +116,7 @@ def test_nothing_lost_nothing_twice_nothing_stale_and_no_hang(data):
             refused.add(samples[0].group_id)
         return verdict
     samplers = [make_sampler(
-        Faulty(rng, faults, seconds_per_token=0.01 * (1 + i), slots=draw(4, 1000)), rewards=Slow(), hooks=Hooks(sampling_filter=keep), count=37,
+        SlowToBegin(rng, faults, seconds_per_token=0.01 * (1 + i), slots=draw(4, 1000)), rewards=Slow(), hooks=Hooks(sampling_filter=keep), count=37,
         return_routes=True, tickets=StoreTickets(store, i, leaders, ahead), rollout_batch_size=batch, n_samples_per_prompt=n,
         over_sampling_batch_size=batch + extra, partial_rollout=partial, max_weight_staleness=limit, rollout_ahead=ahead, version_step=step,
         dynamic_sampling_max_batches=100) for i in range(leaders)]

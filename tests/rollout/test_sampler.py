@@ -15,7 +15,7 @@ from megatron_grpo.rollout.filters import any_reward_nonzero_std, reward_nonzero
 from megatron_grpo.rollout.gate import Gate
 from megatron_grpo.settings import ConfigError
 
-from .simulated import EOS, StubRewards, Tokenizer, lengths, make_sampler, same
+from .simulated import EOS, Faulty, StubRewards, Tokenizer, lengths, make_sampler, same
 
 
 def steps(sampler, count, first=0):
@@ -339,29 +339,6 @@ def test_the_engine_must_return_the_support_that_was_asked_for():
     assert len(old.engine.requests) == 1
 
 
-class Faulty(SimulatedEngine):
-    """Faults drawn from a list, one for each request: an error before or after some tokens, an unasked abort, too many tokens."""
-
-    def __init__(self, faults, **options):
-        super().__init__(lengths(2, 30), **options)
-        self.faults = faults
-
-    async def generate(self, request):
-        fault = self.faults.pop() if self.faults else ""
-        if fault == "refused":
-            raise EngineError("refused")
-        generation = await super().generate(request)
-        if fault == "reset":
-            raise EngineError("reset")
-        if fault == "no routes":
-            generation.routes = None
-        if fault == "too long":
-            generation.output_ids = generation.output_ids + [1] * 1000
-        if fault == "empty abort":
-            generation.output_ids, generation.finish_reason, generation.routes, generation.weight_versions = [], "abort", None, []
-        return generation
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_the_books_balance_whatever_happens(data):
@@ -371,8 +348,9 @@ def test_the_books_balance_whatever_happens(data):
     batch, extra = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 4))
     filtered = data.draw(st.integers(2, 5))
     broken = {i for i, f in enumerate(faults) if f == "reward"}
+    engine_faults = [f for f in faults if f != "reward"]
     sampler = make_sampler(
-        Faulty([f for f in faults if f != "reward"], route_shape=(1, 1, 4)), return_routes=True,
+        Faulty(lambda: engine_faults.pop() if engine_faults else "", lengths(2, 30), route_shape=(1, 1, 4)), return_routes=True,
         rewards=StubRewards(lambda s: None if s.sample_id in broken else float(s.group_id % filtered and s.sample_id % 2)),
         hooks=Hooks(sampling_filter=lambda samples: reward_nonzero_std(None, samples)), rollout_batch_size=batch, n_samples_per_prompt=2,
         over_sampling_batch_size=batch + extra, partial_rollout=partial, max_weight_staleness=stale, dynamic_sampling_max_batches=50)

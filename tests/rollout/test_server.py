@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 
 import numpy as np
@@ -16,6 +15,7 @@ import pytest
 from megatron_grpo.rollout.config import EngineConfig
 from megatron_grpo.rollout.engine import EngineError
 from megatron_grpo.rollout.server import LocalServer
+from tests.processes import alive, ends
 
 SERVES = """
 import http.server, subprocess, sys
@@ -40,21 +40,6 @@ class Pretended(LocalServer):
 
     def command(self):
         return [sys.executable, "-c", self.program, str(self.port)]
-
-
-def alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def ends(pid: int, seconds: float = 20) -> bool:
-    deadline = time.monotonic() + seconds
-    while alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not alive(pid)
 
 
 def child_of(log) -> int:

@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import os
 import signal
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +14,7 @@ from megatron_grpo.trainer.checkpoint import POINTER, complete_iterations, leade
 from megatron_grpo.trainer.config import TrainerConfig
 from megatron_grpo.trainer.resharding import regrouped
 from megatron_grpo.trainer.sources import LeaderState, RecordedSource, SupervisedSource, restore
+from tests.processes import ends
 
 
 @pytest.fixture
@@ -147,15 +147,4 @@ def queue_of_a_rank():
 def test_the_writers_queue_survives_a_stop_signal_and_not_its_rank(pool):
     [(manager, answer)] = pool.run(queue_of_a_rank)     # the rank then ends without clean-up, as one that is killed
     assert answer == [1.0, 1.0]
-    deadline = time.monotonic() + 10
-    while _alive(manager) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not _alive(manager)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    assert ends(manager, 10)
