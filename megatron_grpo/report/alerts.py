@@ -9,6 +9,8 @@ from .runs import Run
 RECENT = 10  # a rule speaks of the median of this many last values
 RISE_FROM = 20  # values before a trend is judged
 RISE_BY = 5.0  # last fifth over first fifth
+MISMATCH = "mismatch_"  # metrics of trainer against engine
+STATES = {"bad": "broken", "warn": "watch"}  # level of an alert -> verdict
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,10 @@ class Rule:
     advice: str
     over: bool = True
 
+    @property
+    def side(self) -> str:
+        return "over" if self.over else "under"
+
     def level(self, value: float) -> str | None:
         beyond = (lambda limit: value > limit) if self.over else (lambda limit: value < limit)
         return "bad" if beyond(self.bad) else "warn" if beyond(self.warn) else None
@@ -46,6 +52,16 @@ class Alert:
     text: str
     step: int
     source: str
+    advice: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """state: broken, watch, healthy or unknown. metric: what decided it, or what is missing."""
+
+    state: str
+    metric: str
+    text: str
     advice: str
 
 
@@ -138,6 +154,19 @@ def check_run(run: Run) -> list[Alert]:
     return worst_first(found)
 
 
+def agreement(run: Run) -> Verdict:
+    """Whether trainer and engine agree: the worst alert of the run that speaks of a mismatch, or that there is none."""
+    rules = [rule for rule in RULES if rule.metric.startswith(MISMATCH)]
+    seen = next((rule for rule in rules if run.series(rule.metric)), None)
+    if seen is None:
+        advice = "Both sides' log-probs are needed: a supervised run has none of the engine, --use-rollout-logprobs none of the trainer."
+        return Verdict("unknown", rules[0].metric, "the run has no finite value", advice)
+    for alert in check_run(run):
+        if alert.metric.startswith(MISMATCH) and alert.level in STATES:
+            return Verdict(STATES[alert.level], alert.metric, alert.text, alert.advice)
+    return Verdict("healthy", seen.metric, f"{_now(run.series(seen.metric))[1]}, not {seen.side} {seen.warn:g}", "Nothing to do.")
+
+
 def worst_first(alerts: list[Alert]) -> list[Alert]:
     return sorted(alerts, key=lambda a: ("bad", "warn", "note").index(a.level))
 
@@ -147,22 +176,27 @@ def unchecked(run: Run) -> list[str]:
     return [name for name in dict.fromkeys([r.metric for r in RULES] + ["entropy"]) if not run.series(name)]
 
 
+def _now(points: list[tuple[int, float]]) -> tuple[float, str]:
+    """The value that a rule judges, and the same in words."""
+    value = median(v for _, v in points[-RECENT:])
+    return value, f"median of the last {min(RECENT, len(points))} steps is {value:.3g}"
+
+
 def _against(run: Run, rule: Rule) -> Alert | None:
     points = run.series(rule.metric)
     if not points:
         return None
-    now, last = median(v for _, v in points[-RECENT:]), points[-1][0]
-    side = "over" if rule.over else "under"
+    now, words = _now(points)
     if level := rule.level(now):
         limit = rule.bad if level == "bad" else rule.warn
-        text = f"median of the last {min(RECENT, len(points))} steps is {now:.3g}, {side} {limit:g}"
-        return Alert(run.name, level, rule.metric, rule.title, text, last, rule.source, rule.advice)
+        text = f"{words}, {rule.side} {limit:g}"
+        return Alert(run.name, level, rule.metric, rule.title, text, points[-1][0], rule.source, rule.advice)
     beyond = [(s, v) for s, v in points if rule.level(v)]
     if not beyond:
         return None
     worst = (max if rule.over else min)(beyond, key=lambda p: p[1])
     text = (
-        f"{side} {rule.warn:g} on {len(beyond)} of {len(points)} steps, worst {worst[1]:.3g} at step {worst[0]}, "
+        f"{rule.side} {rule.warn:g} on {len(beyond)} of {len(points)} steps, worst {worst[1]:.3g} at step {worst[0]}, "
         f"last at step {beyond[-1][0]}; now {now:.3g}"
     )
     return Alert(run.name, "note", rule.metric, rule.title, text, beyond[-1][0], rule.source, rule.advice)

@@ -7,7 +7,7 @@ import tempfile
 from dataclasses import asdict
 from functools import cache
 
-from .alerts import RULES, check_run, unchecked, worst_first
+from .alerts import RULES, agreement, check_run, unchecked, worst_first
 from .runs import Run, read_run
 
 POINTS = 1000       # a longer series keeps, of each bin of steps, its lowest and its highest value
@@ -99,7 +99,7 @@ def _run_data(run: Run) -> dict:
     return {
         "name": run.name, "steps": len(run.steps), "last_step": run.steps[-1] if run.steps else None, "start": start or None,
         "has_log": os.path.exists(os.path.join(run.directory, "metrics.jsonl")), "hours": [[s, round(h, 5)] for s, h in clock],
-        "metrics": metrics, "lost": lost, "resumes": run.resumes, "problems": run.problems,
+        "metrics": metrics, "agreement": asdict(agreement(run)), "lost": lost, "resumes": run.resumes, "problems": run.problems,
         "phases": stacked(phases), "recent_phases": recent(phases), "books": stacked({k: v for k, v in books.items() if v}),
         "samples": [{"step": s, "samples": v} for s, v in run.samples.items()], "sample_steps": len(run.sample_steps)}
 

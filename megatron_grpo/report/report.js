@@ -14,7 +14,7 @@ const CHART_SECTIONS = [
     {title: "Effective sample size of the ratio", metrics: ["ratio_ess"], unit: "share of tokens", one: true, need: "written by every training step"},
     {title: "Gradient norm", metrics: ["grad_norm"], unit: "L2 norm", zero: true, need: "written by every training step"},
     {title: "Learning rate", metrics: ["learning_rate"], unit: "per step", zero: true, need: "written by every training step"}]},
-  {id: "mismatch", title: "Engine agreement", about: "Train-versus-rollout mismatch: the log-probabilities the trainer computes against those of the engine that sampled the tokens.", charts: [
+  {id: "mismatch", title: "Engine agreement", about: "Train-versus-rollout mismatch: the log-probabilities the trainer computes against those of the engine that sampled the tokens.", lead: agreement, charts: [
     {title: "Mismatch KL, k3", metrics: ["mismatch_k3"], unit: "nats per token, log scale", log: true, need: "needs the engine's log-probs beside the trainer's own"},
     {title: "Mismatch KL, k1", metrics: ["mismatch_k1"], unit: "nats per token", need: "needs the engine's log-probs beside the trainer's own"},
     {title: "Extreme tokens, F(2)", metrics: ["mismatch_f2"], unit: "share with ratio beyond 2", zero: true, need: "needs the engine's log-probs beside the trainer's own"},
@@ -82,15 +82,22 @@ function drawChart(box, runs, spec) {
   if (lines.some(l => l.lost.length)) box.append(el("p", {class: "foot"}, `▲ not finite on ${lines.reduce((a, l) => a + l.lost.length, 0)} step(s)`));
 }
 
-function chartSection({id, title, about, charts, extra, none}, runs) {
+function chartSection({id, title, about, lead, charts, extra, none}, runs) {
   const specs = typeof charts === "function" ? charts(runs) : charts, there = specs.filter(s => s.metrics.some(m => runs.some(r => r.metrics[m]))), missing = specs.filter(s => !there.includes(s));
-  const grid = el("div", {class: "grid"}), part = el("section", {id}, el("h2", {}, title), el("p", {class: "about"}, about), grid), jobs = [];
+  const grid = el("div", {class: "grid"}), part = el("section", {id}, el("h2", {}, title), el("p", {class: "about"}, about), lead ? lead(runs) : null, grid), jobs = [];
   const add = (box, draw) => { grid.append(box); jobs.push(() => draw(box)); };
   for (const spec of there) add(card(spec.title, spec.metrics.filter(m => runs.some(r => r.metrics[m])).join(" ")), box => drawChart(box, runs, spec));
   const more = extra ? extra(runs, add) : [];
   if (missing.length + more.length) part.append(el("div", {class: "missing"}, "Not in these runs:", el("ul", {}, ...[...new Set(missing.map(s => s.need))].map(need => el("li", {}, ...missing.filter(s => s.need === need).flatMap((s, i) => [`${i ? ", " : ""}${s.title} `, el("code", {}, s.metrics.join(" "))]), `: ${need}`)), ...more.map(m => el("li", {}, m)))));
   if (!specs.length && none) part.append(el("p", {class: "missing"}, none));
   return {part, jobs};
+}
+
+// One line a run: what alerts.py says of the mismatch metrics together.
+function agreement(runs) {
+  const tones = {healthy: "good", watch: "warn", broken: "bad", unknown: "note"};
+  return el("ul", {class: "alerts verdict"}, ...runs.map(({name, agreement: a}) => el("li", {class: tones[a.state]}, el("span", {class: "level"}, a.state),
+    el("div", {}, runs.length > 1 ? el("strong", {}, name + ": ") : null, el("code", {}, a.metric), ` ${a.text}. `, el("span", {class: "why"}, a.advice)))));
 }
 
 function layerProfile(runs, add) {

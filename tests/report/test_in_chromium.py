@@ -71,6 +71,8 @@ async def drawn(browser):
     charts = await browser.js("[...document.querySelectorAll('svg.chart')].map(c => [c.clientWidth, c.querySelectorAll('text').length])")
     assert all(width > 200 and texts > 4 for width, texts in charts), charts
     assert len(charts) >= 28
+    verdicts = await browser.js("[...document.querySelectorAll('#mismatch .verdict li')].map(e => [e.className, e.innerText])")
+    assert [name for name, _ in verdicts] == ["good", "bad"] and "not over 0.003" in verdicts[0][1] and "over 0.01" in verdicts[1][1], verdicts
     assert "NaN" not in await browser.js("document.querySelector('main').innerHTML") and "undefined" not in text
     assert await browser.js("document.querySelectorAll('#learning .card:first-child path').length") == 2  # one curve a run
 

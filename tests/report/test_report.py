@@ -7,10 +7,12 @@ import sys
 import threading
 import urllib.error
 import urllib.request
+from dataclasses import asdict, replace
 
 import pytest
 
-from megatron_grpo.report import check_run, read_run, write_report
+from megatron_grpo.report import RULES, check_run, read_run, write_report
+from megatron_grpo.report.alerts import agreement
 from megatron_grpo.report.page import page_data, recent, render, stacked, thinned
 from megatron_grpo.report.watch import make_server
 from tests.report.made_run import make_run, sample_line
@@ -107,6 +109,34 @@ def test_thresholds(tmp_path, name, healthy, warn, bad):
         [(a.level, a.metric) for a in check_run(series(tmp_path / str(i), name, [v] * 12))] for i, v in enumerate((healthy, warn, bad))
     ]
     assert found == [[], [("warn", name)], [("bad", name)]]
+
+
+@pytest.mark.parametrize(
+    "metrics, state, metric, text",
+    [
+        ({"mismatch_k3": [1e-3] * 12, "mismatch_f2": [1e-4] * 12}, "healthy", "mismatch_k3", "last 10 steps is 0.001, not over 0.003"),
+        ({"mismatch_ratio_ess": [0.9] * 4}, "healthy", "mismatch_ratio_ess", "last 4 steps is 0.9, not under 0.8"),
+        ({"mismatch_k3": [1e-3] * 5 + [0.5] + [1e-3] * 13}, "healthy", "mismatch_k3", "not over 0.003"),
+        ({"mismatch_k3": [1e-3] * 12, "mismatch_f2": [0.05] * 12}, "watch", "mismatch_f2", "is 0.05, over 0.01"),
+        ({"mismatch_k3": [2e-4 * 1.12**i for i in range(20)]}, "watch", "mismatch_k3", "median of the last fifth"),
+        ({"mismatch_k3": [5e-3] * 12, "mismatch_ratio_ess": [0.3] * 12}, "broken", "mismatch_ratio_ess", "is 0.3, under 0.5"),
+        ({"mismatch_k3": [2e-2] * 12, "clip_frac_high": [0.5] * 12}, "broken", "mismatch_k3", "is 0.02, over 0.01"),
+        ({"clip_frac_high": [0.5] * 12}, "unknown", "mismatch_k3", "no finite value"),
+        ({"mismatch_k3": [math.nan] * 12}, "unknown", "mismatch_k3", "no finite value"),
+    ],
+)
+def test_verdict_on_the_engines(tmp_path, metrics, state, metric, text):
+    steps = [line(i + 1, **dict(zip(metrics, values, strict=True))) for i, values in enumerate(zip(*metrics.values(), strict=True))]
+    directory = log(tmp_path / "run", *steps)
+    verdict = agreement(read_run(directory))
+    assert (verdict.state, verdict.metric) == (state, metric) and text in verdict.text and verdict.advice
+    assert page_data([directory])["runs"][0]["agreement"] == asdict(verdict)
+
+
+def test_the_verdict_has_the_thresholds_of_the_alerts(tmp_path, monkeypatch):
+    run = series(tmp_path, "mismatch_k3", [1e-3] * 12)
+    monkeypatch.setattr("megatron_grpo.report.alerts.RULES", tuple(replace(r, warn=1e-4, bad=5e-4) for r in RULES if r.metric == "mismatch_k3"))
+    assert agreement(run).state == "broken" and [a.level for a in check_run(run)] == ["bad"]
 
 
 def test_a_passing_spike_is_a_note(tmp_path):
