@@ -67,7 +67,7 @@ def _load_file(path: Path):
     path = path.expanduser().resolve()
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
-    name = "_hook_" + "_".join(path.with_suffix("").parts[1:])
+    name = f"_hook_{path}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None         # a .py file always has them

@@ -58,6 +58,7 @@ class _DaemonThreads(ThreadPoolExecutor):
 
     def submit(self, fn, /, *args, **kwargs):
         future: Future = Future()
+        future.set_running_or_notify_cancel()       # a caller that gives up then leaves it be, and the thread can end in peace
 
         def run():
             try:

@@ -103,7 +103,8 @@ class Rewards:
 
     async def _post(self, body: dict):
         if self._session is None:
-            self._session = aiohttp.ClientSession()
+            # --rm-concurrency and --rm-timeout are the limits, not aiohttp's 100 connections and 300 s
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None))
         async with self._session.post(str(self.config.rm_url), json=body) as response:
             response.raise_for_status()
             return await response.json(content_type=None)

@@ -112,7 +112,7 @@ class Fleet:
         self.on_change(server, False)
 
     def take_back(self, server: Server) -> None:
-        if server.up:
+        if server.up or server.barred:      # barred while its check was under way
             return
         server.up, server.failures, self._down_since = True, 0, None
         logger.warning("%s is taken back", server.url)

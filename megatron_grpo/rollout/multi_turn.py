@@ -70,6 +70,20 @@ class Conversation:
         end = min(before + self.remaining, before + (self.remaining if max_new_tokens is None else max_new_tokens))
         stops = tuple(dict.fromkeys((*self.params.stop_token_ids, *stop_token_ids)))
         self.left_engine = float("inf")
+        try:
+            last = await self._sample(end, stops)
+        finally:        # also when it fails: the function may go on
+            self.left_engine = asyncio.get_running_loop().time()
+        self.trajectory.turns += 1
+        return self._turn(before, last)
+
+    def append(self, tokens: list[int]) -> None:
+        """Add environment tokens (tool output, a user's turn); they join the response with mask 0. What does not fit is cut off."""
+        self.cut |= len(tokens) > self.remaining
+        self.trajectory.append(list(tokens)[:self.remaining])
+
+    async def _sample(self, end: int, stops: tuple[int, ...]) -> Generation | None:
+        """Sample until the turn ends or there are `end` tokens; returns the engine's last answer."""
         generation, pause, aborts = None, 0.05, 0
         while len(self.trajectory.tokens) < end:
             await self.gate.wait()
@@ -84,14 +98,7 @@ class Conversation:
                     raise EngineError(f"{generation.server}: request {generation.request_id} was aborted {aborts} times in a row")
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, 1.0)
-        self.left_engine = asyncio.get_running_loop().time()
-        self.trajectory.turns += 1
-        return self._turn(before, generation)
-
-    def append(self, tokens: list[int]) -> None:
-        """Add environment tokens (tool output, a user's turn); they join the response with mask 0. What does not fit is cut off."""
-        self.cut |= len(tokens) > self.remaining
-        self.trajectory.append(list(tokens)[:self.remaining])
+        return generation
 
     def _request(self, limit: int, stops: tuple[int, ...]) -> GenerationRequest:
         t = self.trajectory

@@ -100,6 +100,9 @@ class Rollouts:
     def _wait(self, future: Future):
         try:
             return future.result(self.timeout_s)
-        except BaseException:       # a time-out, or an interrupt of the waiting thread
+        except BaseException as error:      # a time-out, or an interrupt of the waiting thread
+            late = isinstance(error, TimeoutError) and not future.done()
             future.cancel()
+            if late:
+                raise TimeoutError(f"the rollout took over {self.timeout_s:g} s (--control-timeout)") from None
             raise

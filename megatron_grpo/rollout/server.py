@@ -38,6 +38,7 @@ COMMON_ARGS = ("--host", "127.0.0.1", "--skip-server-warmup", "--incremental-str
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
                       "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 OWNER = "MEGATRON_GRPO_SERVER_OWNER"     # environment variable: the pid that the server dies with, by default its parent's
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))      # a site's http_proxy is not for loopback
 PORT_FIX = "give --sglang-port another port, or 0 for a free one"
 HINTS = {       # text in the log -> the fix
     "No module named 'sglang'": "pip install sglang",
@@ -160,7 +161,7 @@ class LocalServer:
 
     def _healthy(self) -> bool:
         try:
-            with urllib.request.urlopen(self.url + "/health", timeout=5) as reply:
+            with DIRECT.open(self.url + "/health", timeout=5) as reply:
                 return reply.status == 200
         except (urllib.error.URLError, OSError):
             return False

@@ -51,5 +51,6 @@ def _record(sample, streams, tokenizer) -> dict:
     tokens = [dict(text=tokenizer.decode([int(t)]), mask=int(m), logp=a, old_logp=b, rollout_logp=round(float(r), 5))
               for t, m, a, b, r in zip(sample.tokens[sample.prompt_length:], sample.loss_mask, logp, old_logp, sample.rollout_logp, strict=True)]
     trained = [a for a, m in zip(advantage, sample.loss_mask, strict=True) if m and a is not None]
-    return dict(sample_id=sample.sample_id, group_id=sample.group_id, prompt=sample.prompt, response=sample.response, label=str(sample.label),
+    label = None if sample.label is None else str(sample.label)
+    return dict(sample_id=sample.sample_id, group_id=sample.group_id, prompt=sample.prompt, response=sample.response, label=label,
                 reward=sample.reward, rewards=sample.rewards, advantage=trained[0] if trained else 0.0, status=sample.status.value, tokens=tokens)

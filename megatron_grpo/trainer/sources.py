@@ -203,9 +203,10 @@ class Bar:
         self.bar = tqdm(desc="rollout", unit="group", leave=False, disable=not self.active)
 
     def __call__(self, kept: int, wanted: int) -> None:
-        if self.bar is not None:
-            self.bar.total = wanted
-            self.bar.update(kept - self.bar.n)
+        bar = self.bar      # called from the event loop's thread, also after `__exit__` when rollouts are generated ahead
+        if bar is not None:
+            bar.total = wanted
+            bar.update(kept - bar.n)
 
     def __exit__(self, *_):
         self.bar.close()

@@ -13,6 +13,7 @@ from ..rollout.engine import EngineError
 
 DRAIN_POLL = 5.0        # seconds that one request of a drain waits inside the server
 PATIENCE = 30.0         # seconds for an answer that needs no work
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))      # a site's http_proxy is not for its own nodes
 
 
 class NotFound(EngineError):
@@ -51,7 +52,7 @@ class EngineControl:
         request = urllib.request.Request(self.url + path, None if body is None else json.dumps(body).encode(), headers)
         deadline = self.timeout if timeout is None else timeout
         try:
-            with urllib.request.urlopen(request, timeout=deadline) as reply:
+            with DIRECT.open(request, timeout=deadline) as reply:
                 text = reply.read()
         except urllib.error.HTTPError as error:
             says = error.read()[:500].decode(errors="replace")

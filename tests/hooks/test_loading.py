@@ -36,6 +36,14 @@ def test_both_forms_of_a_path(tmp_path):
     assert load_function(f"{path}:f", "--x") is load_function(f"{path}:f", "--y")       # one module, however often it is named
 
 
+def test_files_of_similar_paths_are_two_modules(tmp_path):
+    paths = [tmp_path / "a_b" / "c.py", tmp_path / "a" / "b_c.py"]
+    for i, path in enumerate(paths):
+        path.parent.mkdir()
+        path.write_text(f"def f(): return {i}\n")
+    assert [load_function(f"{path}:f", "--x")() for path in paths] == [0, 1]
+
+
 @pytest.mark.parametrize("path, message", [
     ("f", "--x f: give pkg.mod.function or file.py:function"),
     ("no_such_package.f", "--x no_such_package.f: cannot import no_such_package: ModuleNotFoundError"),

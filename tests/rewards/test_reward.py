@@ -105,13 +105,32 @@ def test_hanging_hooks_do_not_use_up_the_threads(tmp_path):
     assert [s.status is Status.ABORTED for s in samples] == [True] * 40 + [False] * 4
 
 
+def test_a_hook_that_ends_after_its_time_limit_says_nothing(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(threading, "excepthook", lambda problem: said.append(problem.exc_value))
+    before = set(threading.enumerate())
+
+    async def run():
+        rewards, late = Rewards(VerifierConfig(rm_timeout=0.1), custom(tmp_path, "def rm(args, sample): time.sleep(0.5); return 1.0")), sample()
+        await rewards(late)
+        for thread in set(threading.enumerate()) - before:
+            if thread.name != "reward-hooks":
+                await asyncio.to_thread(thread.join, 20)
+        await rewards.close()
+        return late
+    assert asyncio.run(run()).status is Status.ABORTED and said == []
+
+
 @asynccontextmanager
-async def judge(answers):
-    """A server on loopback that gives these answers one after another, the last for ever."""
-    seen = []
+async def judge(answers, together=1):
+    """A server on loopback that gives these answers one after another, the last for ever, once `together` requests are there."""
+    seen, enough = [], asyncio.Event()
 
     async def answer(request):
         seen.append(await request.json())
+        if len(seen) >= together:
+            enough.set()
+        await enough.wait()
         status, body = answers[min(len(seen), len(answers)) - 1]
         if status == "hang":
             await asyncio.sleep(1.5)
@@ -147,6 +166,19 @@ def test_remote_rewards():
     assert one.rewards == {"a": 1.0, "b": 2.0} and one.reward == 3.0
     one, seen = remote([(500, {}), (503, {}), (200, 1)])
     assert one.reward == 1.0 and len(seen) == 3
+
+
+def test_the_flags_alone_limit_remote_rewards():
+    """aiohttp's own limits are 100 connections and five minutes."""
+    async def run():
+        async with judge([(200, 1.0)], together=150) as (url, _):
+            rewards = Rewards(VerifierConfig(rm_type=("remote",), rm_url=url, rm_concurrency=150, rm_timeout=20.0))
+            samples = [sample(i) for i in range(150)]
+            await asyncio.gather(*map(rewards, samples))
+            limit = rewards._session.timeout.total
+            await rewards.close()
+            return {s.reward for s in samples}, limit
+    assert asyncio.run(run()) == ({1.0}, None)
 
 
 @pytest.mark.parametrize("answers, reason", [

@@ -9,6 +9,7 @@ from megatron_grpo.rollout import responses
 from megatron_grpo.rollout.client import SGLangClient
 from megatron_grpo.rollout.config import EngineConfig
 from megatron_grpo.rollout.engine import EngineError, GenerationRequest, SamplingParams
+from megatron_grpo.rollout.fleet import Fleet
 from megatron_grpo.rollout.responses import ServedModel
 from tests.faults.server import FaultServer
 from tests.faults.truth import MODEL, VOCAB, check, continuation
@@ -238,6 +239,23 @@ def test_only_expected_weights_are_sampled_from():
         return client.stats
     stats = run(scenario, FaultServer(), FaultServer())
     assert stats.refused == {} and stats.dropped == {}
+
+
+def test_a_server_that_is_barred_during_its_health_check_stays_out():
+    async def main():
+        healthy, changes = asyncio.Event(), []
+        fleet = Fleet(["http://a:1"], EngineConfig(**FAST), lambda server: healthy.wait(), lambda server, up: changes.append(up))
+        fleet.watch()
+        await asyncio.sleep(0.1)        # the check waits
+        fleet.bar(fleet.servers[0], "it kept the old weights")
+        healthy.set()
+        await asyncio.sleep(0.1)
+        out = list(changes)
+        fleet.bar(fleet.servers[0], "")
+        await until(lambda: fleet.servers[0].up)
+        await fleet.close()
+        return out
+    assert asyncio.run(main()) == [False]
 
 
 def test_restarted_server_with_old_weights_stays_out_until_it_has_the_new_ones():

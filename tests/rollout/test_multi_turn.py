@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 
 import numpy as np
 import pytest
@@ -187,6 +188,23 @@ def test_a_function_that_hangs_outside_the_engine_fails_its_sample_only():
         rollout = await sampler.rollout()
         assert [g.group_id for g in rollout.groups] == [0, 2, 3] and 120 < asyncio.get_running_loop().time() < 130
         assert rollout.books.reasons == {"EngineError": 4}      # it was tried twice
+    run_virtual(run())
+
+
+def test_a_function_that_hangs_after_its_engine_failed_is_given_up():
+    class Fails:
+        async def generate(self, request):
+            raise EngineError("gone")
+
+    async def play(episode):
+        with contextlib.suppress(EngineError):
+            await episode.generate()
+        await asyncio.sleep(1e6)
+
+    async def run():
+        with pytest.raises(EngineError, match="spent over 60 s outside the engine"):
+            await converse(start(Fails()), play, 60.0)
+        assert asyncio.get_running_loop().time() < 70
     run_virtual(run())
 
 

@@ -84,7 +84,7 @@ def test_versions_are_asked_for_one_after_the_other(loop):
 def test_a_step_that_takes_too_long_raises_and_what_fails_ahead_raises_when_asked_for(loop):
     slow = make(loop, 0, seconds_per_token=5.0)
     slow.timeout_s = 0.1
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError, match="over 0.1 s .--control-timeout"):
         slow.next(0)
     slow.timeout_s = 30
     slow.close()

@@ -117,6 +117,16 @@ def test_no_engine_follows(pool, path, engines, tmp_path):
     assert message.startswith("no engine could take weights 1") and engine.url in message
 
 
+def test_control_requests_go_past_a_proxy(engines, monkeypatch):
+    from megatron_grpo.weights.control import EngineControl
+    engine, = engines(1)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")      # nobody is there
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    EngineControl(engine.url, 10).pause("abort")
+    assert engine.calls == ["/pause_generation"]
+
+
 DISTRIBUTED = dataclasses.replace(SETTINGS, weight_sync="distributed")
 
 
