@@ -13,6 +13,8 @@ from .engine import EngineError
 from .responses import ServedModel
 from .wire import Wire
 
+# What makes a server of an FP8 directory keep plain weights: random ones, until the trainer publishes its own.
+PLAIN_WEIGHTS = ("--load-format", "dummy", "--json-model-override-args", '{"quantization_config":null}')
 EXPERT_COUNT = ("num_experts", "n_routed_experts", "num_local_experts")      # names in the config.json of different models
 
 
@@ -59,6 +61,9 @@ def _model_faults(info: dict, model_info: dict, model: ServedModel) -> Iterator[
     if model_info.get("is_generation") is False:
         yield "it does not generate: serve the model to be trained"
     found = {"model_type": model_info.get("model_type")} | _served_config(info)
+    if found.get("quantization_config"):
+        yield (f"it serves {info.get('model_path')} in the quantization of its config.json, and the trainer publishes plain weights, which would be "
+               f"cast into it without scales: start it with {' '.join(PLAIN_WEIGHTS)}")
     wanted = {"model_type": model.model_type, "vocab_size": model.vocab_size}
     if model.routes:
         wanted |= {"num_hidden_layers": model.routes.num_layers, "num_experts_per_tok": model.routes.topk,
@@ -82,8 +87,10 @@ def _served_config(info: dict) -> dict[str, Any]:
     """The served model's config.json in names of ours, as far as this machine can read it."""
     try:
         config = json.loads((Path(info["model_path"]) / "config.json").read_text())
+        config |= json.loads(info.get("json_model_override_args") or "{}")
     except (OSError, KeyError, TypeError, ValueError):
         return {}
     config = config.get("text_config", config)
     experts = next((config[name] for name in EXPERT_COUNT if config.get(name)), None)
-    return {name: config.get(name) for name in ("vocab_size", "num_hidden_layers", "num_experts_per_tok")} | {"num_experts": experts}
+    names = ("vocab_size", "num_hidden_layers", "num_experts_per_tok", "quantization_config")
+    return {name: config.get(name) for name in names} | {"num_experts": experts}

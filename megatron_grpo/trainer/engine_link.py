@@ -12,7 +12,8 @@ import torch.distributed as dist
 from ..rollout.client import SGLangClient
 from ..rollout.responses import ServedModel
 from ..rollout.server import LocalServer
-from ..weights import has_weights
+from ..weights.fp8 import serving_arguments
+from ..weights.hf_config import read_hf_config
 from ..weights.publish import WeightPublisher
 from .build import Trained
 from .distribute import agree, on_leaders
@@ -38,9 +39,9 @@ class EngineLink:
         if engine.sglang_launch == "local" and dist.get_rank() == 0:
             try:
                 os.makedirs(self.directory, exist_ok=True)
-                # without weights it starts with random ones: the trainer publishes its own before the first request
-                weights = () if has_weights(self.settings.weights.hf_checkpoint) else ("--load-format", "dummy")
-                self.server = LocalServer.from_config(engine, self.settings.weights.hf_checkpoint,
+                path = self.settings.weights.hf_checkpoint
+                weights = serving_arguments(path, read_hf_config(path))
+                self.server = LocalServer.from_config(engine, path,
                                                       routes=self.settings.routing.use_rollout_routing_replay,
                                                       log_directory=self.directory,
                                                       device=self.settings.trainer.platform, extra=weights)

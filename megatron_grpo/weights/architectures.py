@@ -110,26 +110,33 @@ def qwen_moe_config(flags: Mapping[str, Any]) -> Config:
 
 def qwen2_moe_flags(config: Config) -> Flags:
     return common_flags(config) | qwen_moe_flags(config) | dict(
-        add_qkv_bias=True, moe_shared_expert_intermediate_size=config["shared_expert_intermediate_size"], moe_shared_expert_gate=True)
+        add_qkv_bias=config.get("qkv_bias", True), moe_shared_expert_intermediate_size=config["shared_expert_intermediate_size"],
+        moe_shared_expert_gate=True)
 
 
 def qwen2_moe_config(flags: Mapping[str, Any]) -> Config:
     return common_config(flags) | qwen_moe_config(flags) | dict(
-        shared_expert_intermediate_size=flags["moe_shared_expert_intermediate_size"])
+        shared_expert_intermediate_size=flags["moe_shared_expert_intermediate_size"], qkv_bias=flags["add_qkv_bias"])
 
 
 # ---- GLM ------------------------------------------------------------------------------------------------------------
 
+SIGMOID_MOE = dict(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
+
+
 def sigmoid_moe_flags(config: Config) -> Flags:
     """Experts of GLM-4.5 and DeepSeek-V3: sigmoid scores, expert bias, groups, shared experts, dense layers at first."""
+    for name, value in SIGMOID_MOE.items():
+        require(config.get(name, value) == value, f"{name} {config.get(name)!r} is not supported, only {value!r}")
     require(config["norm_topk_prob"], "norm_topk_prob false: Megatron's sigmoid router always normalises")
     groups, group_topk, topk = config.get("n_group") or 1, config.get("topk_group") or 1, config["num_experts_per_tok"]
+    require(topk > 1, "num_experts_per_tok 1: Megatron's sigmoid router does not normalise a single score, as norm_topk_prob asks")
     require(groups == 1 or topk == 2 * group_topk, f"n_group {groups} with topk_group {group_topk}: a group's score is the sum of its best "
                                                    f"2 experts, in Megatron of its best {topk} / topk_group")
     dense = config["first_k_dense_replace"]
     layers = [int(i >= dense) for i in range(config["num_hidden_layers"])]
     return moe_flags(config, config["n_routed_experts"], layers) | dict(
-        moe_shared_expert_intermediate_size=config["n_shared_experts"] * config["moe_intermediate_size"],
+        moe_shared_expert_intermediate_size=(config["n_shared_experts"] or 0) * config["moe_intermediate_size"] or None,
         moe_router_score_function="sigmoid", moe_router_pre_softmax=False, moe_router_dtype="fp32",
         moe_router_enable_expert_bias=True, moe_router_topk_scaling_factor=config["routed_scaling_factor"],
         moe_router_num_groups=groups if groups > 1 else None, moe_router_group_topk=group_topk if groups > 1 else None)
@@ -166,18 +173,26 @@ LATENT = dict(q_lora_rank="q_lora_rank", kv_lora_rank="kv_lora_rank", qk_nope_he
 
 def deepseek_v3_flags(config: Config) -> Flags:
     require(not config.get("attention_bias"), "attention_bias: Megatron's latent attention has no biases")
+    require(config.get("rope_interleave", True), "rope_interleave false: Megatron's latent attention rotates interleaved channels")
     rope = rope_of(config)
+    require(rope["partial_rotary_factor"] in (None, 1), "partial_rotary_factor: Megatron's latent attention rotates all of qk_rope_head_dim")
     flags = common_flags(config, ("default", "yarn")) | sigmoid_moe_flags(config) | dict(
         multi_latent_attention=True, group_query_attention=False, num_query_groups=None, kv_channels=config["v_head_dim"], qk_layernorm=True,
-        rotary_percent=1.0, rope_type="rope")
+        rotary_percent=1.0, rope_type="rope", rotary_scaling_factor=1.0)     # the softmax scale reads the factor whatever the rope_type
     flags |= {ours: config[theirs] for theirs, ours in LATENT.items()}
     if rope["rope_type"] == "yarn":
-        flags |= dict(rope_type="yarn") | {ours: (YARN_DEFAULTS | rope)[theirs] for theirs, ours in YARN.items()}
+        yarn = YARN_DEFAULTS | rope
+        for name, value in (("attention_factor", None), ("truncate", True)):
+            require(rope.get(name, value) == value, f"rope {name} {rope.get(name)!r} has no counterpart in Megatron's yarn")
+        # with one of the two, the published code and Transformers disagree on the scale of the embedding
+        require(bool(rope.get("mscale")) if yarn["mscale_all_dim"] else yarn["mscale"] == 1.0,
+                f"yarn with mscale {rope.get('mscale')} and mscale_all_dim {rope.get('mscale_all_dim')}: give both or neither")
+        flags |= dict(rope_type="yarn") | {ours: yarn[theirs] for theirs, ours in YARN.items()}
     return flags
 
 
 def deepseek_v3_config(flags: Mapping[str, Any]) -> Config:
-    config = common_config({**flags, "group_query_attention": False}) | sigmoid_moe_config(flags)
+    config = common_config({**flags, "group_query_attention": False}) | sigmoid_moe_config(flags) | SIGMOID_MOE
     del config["head_dim"]
     config |= {theirs: flags[ours] for theirs, ours in LATENT.items()}
     if flags["rope_type"] == "yarn":

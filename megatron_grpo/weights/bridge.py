@@ -28,6 +28,12 @@ def open_bridge(config: dict[str, Any]) -> Any:
         raise ConfigError(f"megatron-bridge cannot open {path} ({names}): {error}") from error
 
 
+def bridged_names(bridge: Any, chunks: Sequence[torch.nn.Module]) -> list[str]:
+    """Hugging Face names of all tensors that the bridge knows in the model. Collective over all ranks."""
+    found = (task.mapping.hf_param for task in bridge.get_conversion_tasks(list(chunks)) if task is not None)
+    return [name for hf in found for name in ([hf] if isinstance(hf, str) else hf.values())]
+
+
 def bridged_tensors(bridge: Any, chunks: Sequence[torch.nn.Module], bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """Buckets of (Hugging Face name, full tensor) on rank 0; the bridge gathers each tensor on every rank."""
     bucket: list[tuple[str, torch.Tensor]] = []

@@ -12,6 +12,7 @@ from typing import Any
 from ..settings import ConfigError, flag
 from .architectures import ARCHITECTURES, Architecture, moe_layers
 from .bridge import open_bridge
+from .fp8 import block_size
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,8 @@ def config_from_hf(path: str | Path) -> dict[str, Any]:
     """The Megatron flags (argparse names) that describe the model of a Hugging Face directory.
 
     Raises:
-        ConfigError: no config.json, an architecture without an entry in architectures.py, or one that Megatron can not express.
+        ConfigError: no config.json, an architecture without an entry in architectures.py, one that Megatron can not express, or a
+            quantization that is not read.
     """
     config = read_hf_config(path)
     architecture = architecture_of(config)
@@ -59,6 +61,7 @@ def config_from_hf(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: architecture {config.get('architectures')} is not one of {', '.join(ARCHITECTURES)}: add it to "
                           "weights/architectures.py and weights/name_map.py")
     try:
+        block_size(config)
         return architecture.flags(config)
     except KeyError as error:
         raise ConfigError(f"{path}/config.json: {error} is missing, which a {architecture.name} needs") from None

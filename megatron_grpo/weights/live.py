@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..settings import ConfigError
-from .bridge import open_bridge
+from .bridge import bridged_names, open_bridge
 from .name_map import NAME_MAP, Entry
 from .splits import Block, Geometry, Shape
 
@@ -123,6 +123,12 @@ class LiveModel:
         if name is None:
             return cls(list(chunks), (), geometry, groups, open_bridge(config))
         return cls(list(chunks), NAME_MAP[name], geometry, groups)
+
+    def hf_names(self) -> list[str]:
+        """Hugging Face names of the tensors that this rank holds a part of; of the whole model through megatron-bridge, collective then."""
+        if self.bridge is not None:
+            return bridged_names(self.bridge, [unwrap(chunk) for chunk in self.chunks])
+        return [name for shard in self.shards() for name in shard.hf_names()]
 
     def shards(self) -> Iterator[Shard]:
         """Every parameter and known buffer of this rank, in the same order on every rank of its pipeline stage.

@@ -1,37 +1,36 @@
 """Hugging Face -> Megatron: each rank reads the slices that it holds, and nothing else."""
 
-import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from ..settings import ConfigError
+from .fp8 import WeightsDirectory, block_size
 from .hf_config import read_hf_config
 from .live import LiveModel
-from .safetensors_dir import SafetensorsDirectory
 
 
 @torch.no_grad()
-def load_hf_checkpoint(model: LiveModel, path: str | os.PathLike) -> None:
+def load_hf_checkpoint(model: LiveModel, path: str | Path) -> None:
     """Fill the live model from a directory of safetensors, under any TP, PP, VPP, EP and ETP; rows of padding become 0.
 
-    Values are cast to the dtype of the live tensor. An optimizer that keeps its own copy of the weights has to take them
-    again afterwards (`optimizer.reload_model_params()`).
+    Block-wise FP8 is dequantised as it is read (fp8.py). Values are cast to the dtype of the live tensor. An optimizer that keeps its own
+    copy of the weights has to take them again afterwards (`optimizer.reload_model_params()`).
 
     Collective over all ranks: a fault on one rank is raised on every rank.
 
     Raises:
-        ConfigError: tensors that are missing, have another shape, or have no place in the model; the message names them.
+        ConfigError: tensors that are missing, have another shape, are quantized in another way, or have no place in the model; the message
+            names them.
     """
     if model.bridge is not None:
         model.bridge.load_hf_weights(list(model.chunks), str(path))
         return
     faults, used, names = [], torch.zeros(0), []
     try:
-        if "quantization_config" in read_hf_config(str(path)):
-            raise ConfigError(f"{path} holds quantized weights; give the bfloat16 checkpoint of the same model")
-        checkpoint = SafetensorsDirectory(path)
+        checkpoint = WeightsDirectory(path, block_size(read_hf_config(path)))
         names = sorted(checkpoint.files)
         index = {name: i for i, name in enumerate(names)}
         used = torch.zeros(len(names), dtype=torch.uint8)
@@ -49,7 +48,7 @@ def load_hf_checkpoint(model: LiveModel, path: str | os.PathLike) -> None:
             for block in blocks:
                 block.of_shard(shard.tensor).copy_(block.of_hf(checkpoint.slice(sources[block.source])))
             for name in sources:
-                used[index[name]] = 1
+                used[[index[part] for part in checkpoint.stored(name)]] = 1
         checkpoint.close()
     except (ConfigError, OSError, ValueError) as error:
         faults.append(str(error))

@@ -73,7 +73,7 @@ class WeightPublisher:
         patience = settings.weight_sync_timeout * 8 * (settings.weight_sync_retries + 1) + down_timeout
         self._control: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience))
         names: list[list[str]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(names, [n for s in model.shards() for n in s.hf_names() if can_be_sampled(n)], group=self._control)  # type: ignore[arg-type]
+        dist.all_gather_object(names, [n for n in model.hf_names() if can_be_sampled(n)], group=self._control)  # type: ignore[arg-type]
         self._sampled_from = set().union(*names)
 
     def publish(self, urls: Sequence[str], version: str) -> PublishReport:

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from ..settings import ConfigError
 from .export import iterate_hf_tensors
+from .fp8 import without_quantization
 from .live import LiveModel
 from .safetensors_dir import SafetensorsWriter
 
@@ -62,8 +63,8 @@ def _agree(path, fault: Exception | None, value: Any = None) -> list:
 
 
 def _config_of(model: LiveModel, config: dict[str, Any]) -> dict[str, Any]:
-    """config.json of what is written: its dtype, no path of this machine, and no layers of multi-token prediction."""
-    config = config | {"dtype": str(model.dtype).removeprefix("torch.")}
+    """config.json of what is written: its dtype, plain weights, no path of this machine, and no layers of multi-token prediction."""
+    config = without_quantization(config) | {"dtype": str(model.dtype).removeprefix("torch.")}
     config.pop("torch_dtype", None)
     config.pop("_name_or_path", None)
     return config | ({"num_nextn_predict_layers": 0} if config.get("num_nextn_predict_layers") else {})

@@ -93,6 +93,22 @@ def test_what_the_table_lacks_is_refused():
         model.blocks(next(model.shards()))
 
 
+def test_names_through_megatron_bridge(monkeypatch):
+    """Its tasks, of which those of parameters that it does not know are None, speak of bare modules."""
+    inner = chunk({})
+    wrapped = torch.nn.Module()
+    wrapped.module = inner
+
+    class Bridge:
+        def get_conversion_tasks(self, chunks):
+            assert chunks == [inner]
+            return [SimpleNamespace(mapping=SimpleNamespace(hf_param=hf)) for hf in ("model.norm.weight", dict(q="a", k="b"))] + [None]
+
+    monkeypatch.setattr("megatron_grpo.weights.live.open_bridge", lambda config: Bridge())
+    assert live([wrapped], config=CONFIG | dict(architectures=["Mystery"])).hf_names() == ["model.norm.weight", "a", "b"]
+    assert live([chunk({"output_layer.weight": (6, 4)})]).hf_names() == ["lm_head.weight"]
+
+
 @pytest.mark.parametrize("rank, buckets", [(0, [["a", "b"], ["c"], ["d"]]), (1, [])])
 def test_megatron_bridge_is_bucketed_on_rank_0(monkeypatch, rank, buckets):
     class Bridge:
