@@ -1,6 +1,8 @@
 # What every recipe shares; a recipe sources this file and appends its own flags to RECIPE. Later flags win.
 # PROMPTS: JSON lines with the columns prompt and label, such as dapo-math-17k.jsonl; a dry run goes without
 SERVER_ARGS=${SERVER_ARGS:---enable-return-routed-experts --mem-fraction-static 0.8}
+# Of servers whose MODEL is in FP8: they keep plain weights, random ones until the trainer publishes its own.
+PLAIN_WEIGHTS='--load-format dummy --json-model-override-args {"quantization_config":null}'
 export CUDA_DEVICE_MAX_CONNECTIONS=1            # Megatron asks for it before Blackwell
 RECIPE=(
   ${PROMPTS:+--prompt-data "$PROMPTS"} --input-key prompt --label-key label --apply-chat-template --rollout-shuffle --rm-type math

@@ -17,7 +17,8 @@ RUNNABLE = re.compile(r"^```(bash|python) runnable\n(.*?)^```$", re.MULTILINE | 
 CODE = re.compile(r"`([^`\n]+)`")
 # flags of other programs that the pages speak of
 ELSEWHERE = {"--enable-return-routed-experts", "--disable-shared-experts-fusion", "--moe-runner-backend", "--nproc-per-node", "--list-algorithms",
-             "--output", "--watch", "--quick", "--full", "--all-layouts", "--steps", "--warm-steps", "--pipeline-parallel-size"}
+             "--load-format", "--json-model-override-args", "--output", "--watch", "--quick", "--full", "--all-layouts", "--steps", "--warm-steps",
+             "--pipeline-parallel-size"}
 
 
 def blocks():

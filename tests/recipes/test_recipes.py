@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from megatron_grpo import train
 from megatron_grpo.algorithms import axes
@@ -16,10 +15,11 @@ from megatron_grpo.parallel.layout import Layout
 from megatron_grpo.routing.placement import place
 from megatron_grpo.trainer import memory
 from megatron_grpo.trainer.dry_run import plan, render
+from tests.weights.published import parameters
 
 RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
 # published sizes: name -> (parameters, active for a token), billions, of the models' cards
-MODELS = {"qwen3-30b-a3b": (30.5, 3.3), "qwen3-235b-a22b": (235, 22), "deepseek-v3": (671, 37), "glm-4.5-air": (106, 12)}
+MODELS = {"qwen3-30b-a3b": (30.5, 3.3), "qwen3-235b-a22b": (235, 22), "deepseek-v3": (671, 37), "kimi-k2": (1026, 32), "glm-4.5-air": (106, 12)}
 
 
 def flags_of(name: str) -> tuple[int, list[str]]:
@@ -62,16 +62,12 @@ def test_flags_are_accepted_and_the_plan_fits(plans, name):
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters_are_those_of_the_model(plans, name):
     """Against the published sizes, and exactly against the Hugging Face model without its multi-token-prediction layer."""
-    from transformers import AutoConfig, AutoModelForCausalLM
     total, active = MODELS[name]
     args = plans[name].args
     assert memory.model_parameters(args) / 1e9 == pytest.approx(total, rel=0.01)
     assert memory.active_parameters(args) / 1e9 == pytest.approx(active, rel=0.13)
-    config = AutoConfig.from_pretrained(RECIPES / name)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
     padding = 2 * (args.padded_vocab_size - args.vocab_size) * args.hidden_size
-    assert memory.model_parameters(args) - padding == sum(p.numel() for p in model.parameters())
+    assert memory.model_parameters(args) - padding == parameters(json.loads((RECIPES / name / "config.json").read_text()))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -179,6 +175,14 @@ def test_the_script_prints_the_plan():
 def test_configs_are_readable_json():
     for name in MODELS:
         assert json.loads((RECIPES / name / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_servers_of_fp8_models_keep_plain_weights(name):
+    from megatron_grpo.rollout.server_check import PLAIN_WEIGHTS
+    done = subprocess.run(["bash", "-c", f'source "{RECIPES}/{name}.sh"; printf "%s\\0" $SERVER_ARGS'], capture_output=True, text=True, timeout=60)
+    fp8 = "quantization_config" in json.loads((RECIPES / name / "config.json").read_text())
+    assert (" ".join(PLAIN_WEIGHTS) in " ".join(done.stdout.split("\0"))) == fp8 == (name in ("deepseek-v3", "kimi-k2"))
 
 
 def table_row(name: str, found) -> str:
