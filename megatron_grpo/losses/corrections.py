@@ -156,6 +156,7 @@ def correct(x: LossInputs, sums: Columns, c: CorrectionConfig, guard: LossConfig
             out.weight_T, out.clipped_T = _tis_weight(x, log_r_T, finite_T, sums, c, guard)
             if geometric_weight and c.tis_mode in TOKEN_MODES:
                 out.weight_T = mean_per_token(x, sums["log_weight"]).exp()[x.seq_T]
+        out.weight_T = torch.where(finite_T, out.weight_T, 0)
         for rule in rules(c):
             _mask(out, rule.name, ~_passes(rule, x, log_r_T, sums, guard))
         if c.seq_logprob_error_threshold is not None:
@@ -187,7 +188,7 @@ def _tis_weight(x, log_r_T, finite_T, sums, c, guard) -> tuple[torch.Tensor, tor
     else:
         outside_T = _outside(mean_S, c)[x.seq_T]
         weight_T = torch.where(outside_T, 0, log_r_T.exp() if c.tis_mode == "seq_mask_tis" else mean_S[x.seq_T])
-    return torch.where(finite_T, weight_T, 0), outside_T
+    return weight_T, outside_T
 
 
 def _token_weight(log_r_T, finite_T, c) -> tuple[torch.Tensor, torch.Tensor]:

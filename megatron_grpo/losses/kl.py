@@ -14,6 +14,8 @@ import torch
 
 from ..config import KLConfig
 
+K3 = ("k3", "low_var_kl")
+
 
 def estimate(kind: str, x_T: torch.Tensor) -> torch.Tensor:
     """k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x, abs = |x|. Schulman, "Approximating KL divergence" (2020)."""
@@ -23,7 +25,7 @@ def estimate(kind: str, x_T: torch.Tensor) -> torch.Tensor:
         return x_T.square() / 2
     if kind == "abs":
         return x_T.abs()
-    if kind not in ("k3", "low_var_kl"):
+    if kind not in K3:
         raise ValueError(f"no KL estimator {kind!r}: choose k1, k2, k3, low_var_kl or abs")
     return torch.expm1(-x_T) + x_T
 
@@ -37,22 +39,32 @@ def kl_loss(logp_T: torch.Tensor, old_logp_T: torch.Tensor, ref_logp_T: torch.Te
         ref_logp_T: [T] log-probs under the reference.
 
     Returns:
-        [T], clamped after its weight. Where the clamp of x acts, the weight has no gradient either.
+        [T], clamped after its weight. Where the clamp of x acts, the weight has no gradient either. The gradient of a weighted k3 is w x,
+        also where the clamp of the weight acts.
     """
     x_T = logp_T - ref_logp_T
     bound = c.kl_output_clamp if c.kl_output_clamp is not None else 10.0 if c.kl_loss_type == "low_var_kl" else torch.inf
-    kl_T = estimate(c.kl_loss_type, _clamp(x_T, c.kl_input_clamp))
+    clamped_T = _clamp(x_T, c.kl_input_clamp)
+    kl_T = estimate(c.kl_loss_type, clamped_T)
     if c.use_unbiased_kl:
         weight_T = _clamp(logp_T - old_logp_T, c.kl_input_clamp).exp()
     elif c.kl_gradient == "score_function":
         weight_T = (logp_T - logp_T.detach()).exp()
     elif c.kl_gradient == "straight_through":
-        k2_T = estimate("k2", x_T)
-        return _clamp(kl_T.detach(), bound) + k2_T - k2_T.detach()
+        return _with_gradient_of(estimate("k2", x_T), _clamp(kl_T, bound))
     else:
         return _clamp(kl_T, bound)
+    if c.kl_loss_type in K3:
+        # d(w k3) = w x = w dk2. Left to autograd it is the difference of two terms of size exp(-x), of which float32 keeps nothing near x = -15.
+        value_T = (weight_T * kl_T).detach()
+        inside_T = value_T.abs() <= bound
+        return _with_gradient_of(torch.where(inside_T, weight_T.detach(), 0) * estimate("k2", clamped_T), _clamp(value_T, bound))
     inside_T = x_T.detach().abs() <= c.kl_input_clamp
     return _clamp(torch.where(inside_T, weight_T, weight_T.detach()) * kl_T, bound)
+
+
+def _with_gradient_of(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return value.detach() + (x - x.detach())
 
 
 def _clamp(x: torch.Tensor, bound: float) -> torch.Tensor:

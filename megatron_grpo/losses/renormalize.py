@@ -51,7 +51,7 @@ def prepare_step(batches: list[LossInputs], config, rollout_S: list[torch.Tensor
         seq_tokens_S = sum_columns(x, dict(tokens=mask_T.to(x.seq_tokens_S.dtype)))["tokens"]
         tokens_of_rollout.index_add_(0, rollouts[x.seq_T], mask_T.double())
         tokens_of_prompt.index_add_(0, prompts[x.seq_T], mask_T.double())
-        share_T = torch.where(x.mask_T, 1 / x.seq_tokens_S[x.seq_T].double() if per_sequence else 1.0, 0)
+        share_T = torch.where(mask_T, 1 / seq_tokens_S[x.seq_T].double() if per_sequence else 1.0, 0)
         rest += torch.stack([metrics.sequence_mean(torch.ones_like(seq_tokens_S), replace(x, seq_tokens_S=seq_tokens_S))[1].double(),
                              (share_T * correction.weight_T).sum(), share_T.sum()])
         kept.append(replace(batch, mask_T=mask_T, seq_tokens_S=seq_tokens_S))

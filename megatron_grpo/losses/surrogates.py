@@ -36,8 +36,9 @@ def ppo(x: LossInputs, ratio_T: torch.Tensor, sums: Columns, c: LossConfig) -> S
     PPO (1707.06347, eq. 7); asymmetric bounds: DAPO (2503.14476, eq. 10); dual clip: 1912.09729.
     """
     A, (lo, hi) = x.advantage_T, bounds(c)
-    loss_T = torch.maximum(-A * ratio_T, -A * ratio_T.clamp(lo, hi))
     bounded = dict(low=(A < 0) & (ratio_T < lo), high=(A > 0) & (ratio_T > hi))
+    # The maximum, written out: on a bound of the range autograd would give max and clamp half of the gradient.
+    loss_T = torch.where(bounded["low"] | bounded["high"], -A * ratio_T.detach().clamp(lo, hi), -A * ratio_T)
     if c.eps_clip_c is not None:
         loss_T = torch.where(A < 0, torch.minimum(loss_T, -A * c.eps_clip_c), loss_T)
         bounded["dual"] = (A < 0) & (ratio_T > c.eps_clip_c)
@@ -83,13 +84,14 @@ def clip_cov(x: LossInputs, ratio_T: torch.Tensor, sums: Columns, c: LossConfig,
     ranks; so is the choice, at the price of one all-gather of that many keys.
 
     Args:
-        key_T: [T] float64 random order; a hash of the old log-prob when not given, so that no rank or order changes the choice.
+        key_T: [T] float64 random order; when not given a hash of the old log-prob and of the place in the sequence, so that no rank or order
+            changes the choice.
     """
     base = ppo(x, ratio_T, sums, c)
     covariance_T = _covariance(x, sums)
     clipped_T = -x.advantage_T * ratio_T.clamp(*bounds(c)) > -x.advantage_T * ratio_T
     candidate_T = x.mask_T & (covariance_T > c.clip_cov_low) & (covariance_T < c.clip_cov_high) & ~clipped_T
-    key_T = _random_key(x.old_logp_T) if key_T is None else key_T
+    key_T = _random_key(x) if key_T is None else key_T
     chosen_T = _smallest(key_T, candidate_T, _share(x, c.clip_cov_ratio), x.cp_group)
     return Surrogate(torch.where(chosen_T, 0, base.loss_T), base.bounded | dict(cov=chosen_T))
 
@@ -197,9 +199,11 @@ def _smallest(key_T: torch.Tensor, valid_T: torch.Tensor, k: int, cp_group) -> t
     return valid_T & (key_T <= threshold)
 
 
-def _random_key(x_T: torch.Tensor) -> torch.Tensor:
-    """A fixed scramble of the bits of each value, as float64 in [0, 2^53): the same on whatever rank and place the token is."""
-    bits = x_T.double().view(torch.int64)
+def _random_key(x: LossInputs) -> torch.Tensor:
+    """[T] a fixed scramble of old log-prob and position as float64 in [0, 2^53). Many old log-probs are equal: 0, of a certain token."""
+    bits = x.old_logp_T.double().view(torch.int64)
+    if x.position_T is not None:
+        bits = bits + 1 + x.position_T
     for factor in (-7046029254386353131, -4658895280553007687):     # odd 64-bit constants of splitmix64; products wrap
         bits = bits * factor
         bits = bits ^ ((bits >> 32) & 0xFFFFFFFF)

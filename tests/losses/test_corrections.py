@@ -100,9 +100,10 @@ def test_a_token_that_the_engine_gives_no_number_for_has_weight_zero(bad):
     x = row([-1.0, -1.0], [-1.0, -1.0], 1.0, rollout_logp_T=torch.tensor([bad, -1.0], dtype=torch.float64))
     for mode in ("tis", "icepop", "seq_tis", "seq_mask_tis", "geometric"):
         assert correction(x, use_tis=True, tis_mode=mode).weight_T.tolist() == [0.0, 1.0]
-    loss, gradient, out = run(x, config(correction=dict(use_tis=True)))
-    assert gradient[0] == 0 and gradient[1] != 0 and loss.isfinite()
-    assert out.metrics["masked"][0] == 1
+    for rule in (dict(use_tis=True), dict(rejection=("token_ratio=0.5..2",)), dict(rs_veto_threshold=0.5)):
+        loss, gradient, out = run(x, config(correction=rule))
+        assert gradient[0] == 0 and gradient[1] != 0 and loss.isfinite()
+        assert out.metrics["masked"][0] == 1
     assert correction(x, seq_logprob_error_threshold=10.0).keep_T.tolist() == [False, False]    # and it is the largest error
 
 
@@ -239,6 +240,18 @@ def test_tis_batch_normalize():
     assert run(y, cfg)[0].item() == pytest.approx(-1.0)
     sequence = config(correction=dict(use_tis=True, tis_mode="seq_tis", tis_batch_normalize=True))
     close(step([x], sequence)[0][0].weight_T[[0, 2]], torch.tensor([0.5, 0.25], dtype=torch.float64) / 0.375)
+
+
+@pytest.mark.parametrize("mode, reducer, rows, weights", [
+    ("icepop", "token_mean", ([0.5, 9.0], [1.0, 9.0]), [0.5 / 0.75, 1 / 0.75]),
+    ("seq_icepop", "seq_mean_token_mean", ([0.5, 1.0], [9.0]), [1.0, 1.0])])
+def test_what_renormalize_masked_takes_out_is_not_in_the_mean_weight_either(mode, reducer, rows, weights):
+    """Else half the tokens masked would count twice: in the denominators, and in a mean weight of half the size."""
+    both = dict(renormalize_masked=True, tis_batch_normalize=True)
+    cfg = config(reducer=reducer, correction=dict(use_tis=True, tis_mode=mode, tis_clip=2.0, **both))
+    (y,), _ = step([two_rows(*rows)], cfg)
+    close(y.weight_T[y.mask_T], weights)
+    assert run(y, cfg)[0].item() == pytest.approx(-1.0)
 
 
 @pytest.mark.parametrize("flag", ["renormalize_masked", "tis_batch_normalize"])

@@ -1,5 +1,7 @@
 """The KL of the loss, by exact enumeration of a small vocabulary: no sampling, so value and gradient are exact."""
 
+import math
+
 import pytest
 import torch
 
@@ -87,3 +89,16 @@ def test_extremes_stay_finite_in_float32(kind, x):
     for settings in (dict(), dict(use_unbiased_kl=True), dict(kl_gradient="straight_through")):
         value, gradient = one(x, torch.float32, kl_loss_type=kind, **settings)
         assert torch.isfinite(torch.tensor([value, gradient])).all()
+
+
+@pytest.mark.parametrize("kind", ["k3", "low_var_kl"])
+@pytest.mark.parametrize("x", [-19.5, -17.0, -13.0, -1e-5, 1e-5, 15.0])
+def test_the_gradient_of_a_weighted_k3_is_w_x_in_float32(kind, x):
+    """(d w) k3 + w dk3 = w (exp(-x) - 1 + x) + w (1 - exp(-x)): exp(-x) is 3e8 at -19.5, and float32 has 7 digits."""
+    logp = torch.tensor([-20.0]).requires_grad_()
+    old, ref = torch.tensor([-20.25]), logp.detach() - x
+    exact = (logp.detach().double() - ref.double()).item()
+    for settings, weight in ((dict(use_unbiased_kl=True), math.exp(0.25)), (dict(kl_gradient="score_function"), 1.0)):
+        kl = kl_loss(logp, old, ref, KLConfig(kl_loss_type=kind, kl_output_clamp=1e10, **settings))
+        assert kl.item() == pytest.approx(weight * (math.expm1(-exact) + exact), rel=1e-4, abs=1e-10)
+        assert torch.autograd.grad(kl.sum(), logp)[0].item() == pytest.approx(weight * exact, rel=1e-5)

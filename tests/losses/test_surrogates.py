@@ -88,6 +88,13 @@ def test_sapo_is_the_policy_gradient_on_policy():
     close(gradient(of_ratio([r], -1.0), surrogate="sapo"), [4 * gate * (1 - gate) * r])
 
 
+@pytest.mark.parametrize("advantage", [-2.0, 2.0])
+@pytest.mark.parametrize("low, high", [(0.2, 0.0), (0.0, 0.2)])
+def test_ppo_has_the_whole_gradient_on_its_closed_ends(advantage, low, high):
+    """On policy with a range of 0 on one side, r = 1 is an end."""
+    close(gradient(row([-1.0], [-1.0], advantage), eps_clip=low, eps_clip_high=high), [-advantage])
+
+
 def test_gmpo():
     """Log-ratios 0.6 and -0.2 in the range [-0.4, 0.4]: A > 0 takes 0.4, A < 0 takes 0.6."""
     x = dict(logp=[-0.4, -1.2], old=[-1.0, -1.0])
@@ -111,10 +118,13 @@ def test_clip_cov_takes_the_loss_of_high_covariance_tokens():
 def test_clip_cov_chooses_at_random_but_the_same_on_every_call():
     g = torch.Generator().manual_seed(0)
     old = -torch.rand(400, generator=g).double()
-    keys = surrogates._random_key(old)
-    assert torch.equal(keys, surrogates._random_key(old)) and len(keys.unique()) == 400
+    old[:100] = 0.0                                                             # certain tokens: all of one old log-prob
+    x = row(old.tolist(), old.tolist(), 1.0, position_T=torch.arange(400))
+    keys = surrogates._random_key(x)
+    assert torch.equal(keys, surrogates._random_key(x)) and len(keys.unique()) == 400
     assert abs(torch.corrcoef(torch.stack([keys, old]))[0, 1]) < 0.15           # the order says nothing of the value
-    assert abs(keys.mean() / 2**53 - 0.5) < 0.05
+    for part in (keys[:100], keys[100:]):
+        assert abs(part.mean() / 2**53 - 0.5) < 0.1
 
 
 def test_kl_cov_penalises_the_tokens_of_highest_covariance():
