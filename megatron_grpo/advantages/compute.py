@@ -89,9 +89,11 @@ def sample_advantage(inputs: AdvantageInputs, c: AdvantageConfig) -> tuple[torch
     weights = c.gdpo_reward_weights or (1.0,) * len(c.gdpo_reward_keys)
     total_N, flat = torch.zeros_like(groups.reward_N), torch.zeros((), dtype=torch.float64, device=groups.reward_N.device)
     for key, weight in zip(c.gdpo_reward_keys, weights, strict=True):
-        if key not in inputs.rewards_N:
-            raise ValueError(f"--gdpo-reward-keys {key}: the rewards of this step are named {sorted(inputs.rewards_N)}")
-        component = groups_of(inputs.rewards_N[key])
+        reward_N = inputs.rewards_N.get(key, torch.full_like(inputs.reward_N, torch.nan))
+        if missing := int((inputs.valid_N & reward_N.isnan()).sum()):
+            raise ValueError(f"--gdpo-reward-keys {key}: {missing} of the {int(inputs.valid_N.sum())} samples of this step have no reward of that "
+                             f"name (the names are {sorted(inputs.rewards_N)}): give one to every sample, or drop the key")
+        component = groups_of(reward_N)
         total_N, flat = total_N + weight * advantage(component), flat + component.count_flat()
     metrics["zero_std_groups"] = (flat.float(), torch.tensor(float(groups.num_groups * len(weights)), device=flat.device))
     if c.gdpo_batch_norm == "responses":

@@ -22,7 +22,7 @@ class AdvantageInputs:
     seq_T: torch.Tensor                     # int64, the local sequence of each position, in [0, S)
     mask_T: torch.Tensor                    # bool
     num_seqs: int                           # S
-    rewards_N: dict[str, torch.Tensor] = field(default_factory=dict)    # named rewards, for GDPO
+    rewards_N: dict[str, torch.Tensor] = field(default_factory=dict)    # named rewards, for GDPO; NaN: the sample has none
     rollout_N: torch.Tensor | None = None   # int64 rollout id; siblings of one rollout count once in a group
     is_advantage: bool = False              # reward_N already is the advantage (a reward post-process hook made it)
     estimate_N: torch.Tensor | None = None  # what the built-in baseline gives each sample; set before a hook is called

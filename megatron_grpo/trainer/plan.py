@@ -6,6 +6,7 @@ denominators of each step. Only then do the samples move, straight to the replic
 maths (steps, counts) does not depend on the layout; only the assignment does.
 """
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
@@ -44,7 +45,10 @@ class SampleCard:
 
 @dataclass(frozen=True)
 class StepScalars:
-    """The scalars of every sample of the rollout, in the order of sample ids: what group statistics need."""
+    """The scalars of every sample of the rollout, in the order of sample ids: what group statistics need.
+
+    `rewards_N` is NaN for a sample that has no reward of the name.
+    """
 
     reward_N: torch.Tensor
     group_N: torch.Tensor
@@ -55,7 +59,7 @@ class StepScalars:
     @staticmethod
     def of(cards: list[SampleCard]) -> "StepScalars":
         names = sorted({name for c in cards for name, _ in c.rewards})
-        columns = {name: torch.tensor([dict(c.rewards).get(name, 0.0) for c in cards]) for name in names}
+        columns = {name: torch.tensor([dict(c.rewards).get(name, math.nan) for c in cards]) for name in names}
         return StepScalars(torch.tensor([c.reward for c in cards]), torch.tensor([c.group_id for c in cards]),
                            torch.tensor([c.rollout_id for c in cards]), torch.tensor([c.valid for c in cards]), columns)
 

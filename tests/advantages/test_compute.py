@@ -59,8 +59,12 @@ def test_gdpo_batch_norm_counts_responses_not_tokens():
     over_tokens, _ = run(x, gdpo_reward_weights=(1.0, 0.5), gdpo_batch_norm="tokens", **keys)
     assert over_tokens.mean().item() == pytest.approx(0, abs=1e-6) and over_tokens.std().item() == pytest.approx(1, abs=1e-5)
     assert [float(v) for v in metrics["zero_std_groups"]] == [0, 4]
-    with pytest.raises(ValueError, match="--gdpo-reward-keys c: the rewards of this step are named"):
+    with pytest.raises(ValueError, match="--gdpo-reward-keys c: 4 of the 4 samples of this step have no reward of that name"):
         run(x, **keys | dict(gdpo_reward_keys=("a", "c")))
+    x.rewards_N["b"][2] = torch.nan
+    with pytest.raises(ValueError, match="--gdpo-reward-keys b: 1 of the 4 samples"):
+        run(x, **keys)
+    assert run(replace(x, valid_N=torch.tensor([True, True, False, True])), **keys)[0].isfinite().all()     # an aborted one has none
 
 
 def test_reinforce_plus_plus_returns_by_hand():
