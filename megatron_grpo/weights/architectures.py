@@ -173,6 +173,8 @@ LATENT = dict(q_lora_rank="q_lora_rank", kv_lora_rank="kv_lora_rank", qk_nope_he
 
 def deepseek_v3_flags(config: Config) -> Flags:
     require(not config.get("attention_bias"), "attention_bias: Megatron's latent attention has no biases")
+    require(bool(config["q_lora_rank"]), "q_lora_rank null (Moonlight): Megatron-Core norms such queries of latent attention once more before their "
+                                         "projection where it norms the keys and values (--qk-layernorm), and the model does not")
     require(config.get("rope_interleave", True), "rope_interleave false: Megatron's latent attention rotates interleaved channels")
     rope = rope_of(config)
     require(rope["partial_rotary_factor"] in (None, 1), "partial_rotary_factor: Megatron's latent attention rotates all of qk_rope_head_dim")

@@ -87,7 +87,6 @@ LATENT_ATTENTION = (            # MLA; Transformer Engine keeps the down-project
     in_layer("self_attention.q_layernorm.weight", "self_attn.q_a_layernorm.weight", whole),
     in_layer("self_attention.linear_q_up_proj.layer_norm_weight", "self_attn.q_a_layernorm.weight", whole),       # Transformer Engine
     in_layer("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight", rows),
-    in_layer("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight", rows),                           # without q_lora_rank
     in_layer("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", whole),
     in_layer("self_attention.kv_layernorm.weight", "self_attn.kv_a_layernorm.weight", whole),
     in_layer("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attn.kv_a_layernorm.weight", whole),     # Transformer Engine

@@ -18,6 +18,14 @@ KIMI_K2 = DEEPSEEK_V3 | dict(
     model_type="kimi_k2", first_k_dense_replace=1, max_position_embeddings=131072, n_group=1, n_routed_experts=384, num_attention_heads=64,
     num_key_value_heads=64, num_nextn_predict_layers=0, rope_theta=50000.0, routed_scaling_factor=2.827, topk_group=1, vocab_size=163840,
     rope_scaling=YARN | dict(beta_fast=1.0, beta_slow=1.0, factor=32.0))
+MOONLIGHT = dict(
+    architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3", attention_bias=False, attention_dropout=0.0, ep_size=1,
+    first_k_dense_replace=1, hidden_act="silu", hidden_size=2048, intermediate_size=11264, kv_lora_rank=512,
+    max_position_embeddings=8192, moe_intermediate_size=1408, moe_layer_freq=1, n_group=1, n_routed_experts=64, n_shared_experts=2,
+    norm_topk_prob=True, num_attention_heads=16, num_experts_per_tok=6, num_hidden_layers=27, num_key_value_heads=16,
+    num_nextn_predict_layers=0, q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64, rms_norm_eps=1e-05, rope_theta=50000.0,
+    routed_scaling_factor=2.446, scoring_func="sigmoid", tie_word_embeddings=False, topk_group=1, topk_method="noaux_tc",
+    torch_dtype="bfloat16", v_head_dim=128, vocab_size=163840)
 QWEN3_235B = dict(
     architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", attention_bias=False, attention_dropout=0.0, decoder_sparse_step=1,
     head_dim=128, hidden_act="silu", hidden_size=4096, intermediate_size=12288, max_position_embeddings=40960, max_window_layers=94,
@@ -37,14 +45,6 @@ CONFIGS = {
     "DeepSeek-V3.1": DEEPSEEK_V3 | dict(quantization_config=FP8 | dict(scale_fmt="ue8m0")),
     "Kimi-K2-Instruct": KIMI_K2,
     "Kimi-K2-Instruct-0905": KIMI_K2 | dict(max_position_embeddings=262144, rope_scaling=KIMI_K2["rope_scaling"] | dict(factor=64.0)),
-    "Moonlight-16B-A3B": dict(
-        architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3", attention_bias=False, attention_dropout=0.0, ep_size=1,
-        first_k_dense_replace=1, hidden_act="silu", hidden_size=2048, intermediate_size=11264, kv_lora_rank=512,
-        max_position_embeddings=8192, moe_intermediate_size=1408, moe_layer_freq=1, n_group=1, n_routed_experts=64, n_shared_experts=2,
-        norm_topk_prob=True, num_attention_heads=16, num_experts_per_tok=6, num_hidden_layers=27, num_key_value_heads=16,
-        num_nextn_predict_layers=0, q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64, rms_norm_eps=1e-05, rope_theta=50000.0,
-        routed_scaling_factor=2.446, scoring_func="sigmoid", tie_word_embeddings=False, topk_group=1, topk_method="noaux_tc",
-        torch_dtype="bfloat16", v_head_dim=128, vocab_size=163840),
     "GLM-4.5": GLM_4_5,
     "GLM-4.6": GLM_4_5 | dict(max_position_embeddings=202752),
     "GLM-4.5-Air": GLM_4_5 | dict(
@@ -59,7 +59,7 @@ CONFIGS = {
         use_qk_norm=True, shared_expert_intermediate_size=0),
 }
 SIZES = {"DeepSeek-V3": (671, 37), "DeepSeek-V3.1": (671, 37), "Kimi-K2-Instruct": (1026, 32), "Kimi-K2-Instruct-0905": (1026, 32),
-         "Moonlight-16B-A3B": (16, 3), "GLM-4.5": (355, 32), "GLM-4.6": (355, 32), "GLM-4.5-Air": (106, 12), "Qwen3-235B-A22B": (235, 22),
+         "GLM-4.5": (355, 32), "GLM-4.6": (355, 32), "GLM-4.5-Air": (106, 12), "Qwen3-235B-A22B": (235, 22),
          "Qwen3-30B-A3B": (30.5, 3.3), "Qwen3-Coder-480B-A35B": (480, 35)}
 
 

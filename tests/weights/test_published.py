@@ -8,7 +8,7 @@ from megatron_grpo.settings import ConfigError
 from megatron_grpo.trainer import memory
 from megatron_grpo.trainer.dry_run import plan
 from megatron_grpo.weights.hf_config import config_from_hf
-from tests.weights.published import CONFIGS, SIZES, parameters
+from tests.weights.published import CONFIGS, MOONLIGHT, SIZES, parameters
 
 SIGMOID = dict(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_pre_softmax=False, moe_router_dtype="fp32")
 LATENT = dict(multi_latent_attention=True, qk_layernorm=True, kv_lora_rank=512, qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128)
@@ -23,9 +23,6 @@ EXPECTED = {
         q_lora_rank=1536, moe_router_topk_scaling_factor=2.827, num_attention_heads=64, rope_type="yarn", rotary_base=50000,
         rotary_scaling_factor=32, mscale=1.0, mscale_all_dim=1.0, beta_fast=1, beta_slow=1, layernorm_epsilon=1e-6, vocab_size=163840),
     "Kimi-K2-Instruct-0905": dict(rotary_scaling_factor=64, beta_fast=1),
-    "Moonlight-16B-A3B": SIGMOID | LATENT | dict(
-        moe_layer_freq=[0] + [1] * 26, q_lora_rank=None, moe_router_topk=6, moe_shared_expert_intermediate_size=2816, rope_type="rope",
-        rotary_scaling_factor=1.0, rotary_base=50000, moe_router_topk_scaling_factor=2.446, layernorm_epsilon=1e-5),
     "GLM-4.6": SIGMOID | dict(
         moe_layer_freq=[0] * 3 + [1] * 89, qk_layernorm=True, add_qkv_bias=True, rotary_percent=0.5, rotary_base=1000000, kv_channels=128,
         num_query_groups=8, moe_router_topk_scaling_factor=2.5, moe_router_num_groups=None, num_experts=160, layernorm_epsilon=1e-5),
@@ -90,6 +87,14 @@ YARN = CONFIGS["DeepSeek-V3"]["rope_scaling"]
 def test_what_changes_the_maths_is_refused_by_name(tmp_path, name, changes, message):
     with pytest.raises(ConfigError, match=message):
         config_from_hf(write(tmp_path, CONFIGS[name] | changes))
+
+
+def test_queries_without_a_down_projection(tmp_path):
+    """Megatron-Core 0.19 builds a norm for them that Moonlight lacks; all else of it can be said."""
+    with pytest.raises(ConfigError, match="q_lora_rank null"):
+        config_from_hf(write(tmp_path, MOONLIGHT))
+    flags = config_from_hf(write(tmp_path, MOONLIGHT | dict(q_lora_rank=512)))
+    assert (flags["rope_type"], flags["rotary_scaling_factor"], flags["moe_shared_expert_intermediate_size"]) == ("rope", 1.0, 2816)
 
 
 def test_yarn_without_mscales_and_no_shared_experts(tmp_path):
