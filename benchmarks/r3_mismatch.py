@@ -1,6 +1,6 @@
 """Train-versus-rollout mismatch without and with R3, and that of a dense model of the same size trained the same way.
 
-    python benchmarks/r3_mismatch.py [--layers 8] [--engine-dtype bfloat16 --trainer-dtype float32] [--run-dir runs/r3]
+    python benchmarks/r3_mismatch.py [--seeds 1 2 3] [--engine-dtype bfloat16 --trainer-dtype float32] [--run-dir runs/r3]
 
 The demo's model with more layers, after a supervised warm start on sums and differences of two numbers. A real SGLang server samples in one dtype
 and Megatron computes the log-probs of the same samples in the other: once routed natively, once with the engine's experts replayed, so that
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import fmean, geometric_mean
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -43,12 +44,12 @@ def configs(layers: int) -> dict[str, dict]:
     return {"MoE": moe, "dense, active size": dense | width(moe["num_experts_per_tok"]), "dense, total size": dense | width(moe["num_experts"])}
 
 
-def compare(name: str, config: dict, args) -> dict[str, dict]:
+def compare(name: str, config: dict, seed: int, args) -> dict[str, dict]:
     """Warm-start one model and measure it; way of routing -> numbers."""
-    run = Path(args.run_dir).absolute() / name.replace(", ", "-").replace(" ", "-")
+    run = Path(args.run_dir).absolute() / f"seed{seed}" / name.replace(", ", "-").replace(" ", "-")
     model = make_model(run / "model", config, "0123456789+-=")
     moe = "num_experts" in config
-    common = [*COMMON, "--seed", args.seed, "--rollout-seed", args.seed, "--hf-checkpoint", model]
+    common = [*COMMON, "--seed", seed, "--rollout-seed", seed, "--hf-checkpoint", model]
     if moe:
         common += ["--expert-model-parallel-size", 2]
     balance = ["--moe-aux-loss-coeff", args.aux_loss] if moe else []
@@ -125,25 +126,34 @@ def main() -> None:
     parser.add_argument("--warm-steps", type=int, default=130, help="optimizer steps of the supervised warm start")
     parser.add_argument("--aux-loss", type=float, default=0.02, help="load-balancing loss of the warm start, as large MoE models have one")
     parser.add_argument("--rollouts", type=int, default=16, help="rollouts of 32 prompts x 16 samples")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="k3 of one training varies by a factor of 2, so use several")
     parser.add_argument("--run-dir", default="runs/r3_mismatch")
     parser.add_argument("--json", help="write the numbers to this file")
     args = parser.parse_args()
     if Path(args.run_dir).exists():
         parser.error(f"{args.run_dir} exists: give another --run-dir, or remove it")
-    start = time.monotonic()
-    results = {f"{name}, {way}" if name == "MoE" else name: numbers for name, config in configs(args.layers).items()
-               for way, numbers in compare(name, config, args).items()}
-    print(f"\nSGLang in {args.engine_dtype}, Megatron in {args.trainer_dtype}, {args.layers} layers, {time.monotonic() - start:.0f} s")
+    start, results = time.monotonic(), []
+    for seed in args.seeds:
+        results.append({f"{name}, {way}" if name == "MoE" else name: numbers for name, config in configs(args.layers).items()
+                        for way, numbers in compare(name, config, seed, args).items()})
+        print(f"\nseed {seed}: SGLang in {args.engine_dtype}, Megatron in {args.trainer_dtype}, {args.layers} layers")
+        table(results[-1])
+        if args.json:
+            Path(args.json).write_text(json.dumps(dict(zip(map(str, args.seeds), results)), indent=1))
+    print(f"\n{len(args.seeds)} seeds, {time.monotonic() - start:.0f} s: k3 is the geometric mean, the other columns are means")
+    mean = {name: {key: fmean(r[name][key] for r in results) for key in first} for name, first in results[0].items()}
+    k3 = {name: geometric_mean(r[name]["k3"] for r in results) for name in mean}
+    table({name: r | {"k3": k3[name]} for name, r in mean.items()})
+    r3 = k3["MoE, R3"]
+    print(f"k3 without R3 / with R3 = {k3['MoE, native'] / r3:.2f}; with R3 / dense = "
+          + ", ".join(f"{r3 / value:.2f} ({name})" for name, value in k3.items() if name.startswith("dense")))
+
+
+def table(results: dict[str, dict]) -> None:
     print(f"{'':<22}{'k3':>10}{'F(2)':>10}{'experts differ':>16}{'tokens differ':>15}{'tokens':>9}")
     for name, r in results.items():
         routed = f"{r['experts_differ']:>16.2%}{r['tokens_differ']:>15.1%}" if name.startswith("MoE") else f"{'':>31}"
-        print(f"{name:<22}{r['k3']:>10.2e}{r['f2']:>10.2e}{routed}{r['tokens']:>9}")
-    r3 = results["MoE, R3"]["k3"]
-    print(f"k3 without R3 / with R3 = {results['MoE, native']['k3'] / r3:.2f}; with R3 / dense = "
-          + ", ".join(f"{r3 / r['k3']:.2f} ({name})" for name, r in results.items() if name.startswith("dense")))
-    if args.json:
-        Path(args.json).write_text(json.dumps(results, indent=1))
+        print(f"{name:<22}{r['k3']:>10.2e}{r['f2']:>10.2e}{routed}{r['tokens']:>9.0f}")
 
 
 if __name__ == "__main__":
