@@ -81,12 +81,6 @@ class SimulatedEngine:
             if request_id in self.aborts:
                 self.aborts[request_id].set()
 
-    async def info(self) -> dict:
-        return {}
-
-    async def update_from_disk(self, path: str, version: str) -> None:
-        self.version = int(version)
-
     async def close(self) -> None:
         await self.abort()
 

@@ -2,8 +2,7 @@
 
 A request goes to its conversation's server, else to the least loaded one. What fails on the way, or comes back wrong
 (responses.py), is tried again elsewhere, after a pause that doubles; after --sglang-retries further attempts it is dropped with its
-reason. Responses are streamed in large parts: when a server dies in mid-response, another one goes on from the tokens received. It
-reads them as its prompt, so it also returns their routes.
+reason. Responses are streamed in large parts, and what a lost attempt had brought is kept (call.py).
 """
 
 import asyncio
@@ -13,16 +12,15 @@ import resource
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 
-import numpy as np
-
+from .call import Call
 from .config import EngineConfig
 from .engine import EngineError, Generation, GenerationRequest, SamplingParams
 from .fleet import Fleet, NoServer, Server, expire
-from .responses import BadResponse, Part, ServedModel, body, finish, joined, read, rest
+from .responses import BadResponse, Part, ServedModel, body, finish, read
 from .server_check import check_server, describe, vocabulary_fault
 from .wire import Lost, Wire
 
@@ -64,18 +62,6 @@ class _Dropped(EngineError):
         self.reason = reason
 
 
-@dataclass(eq=False)
-class _Call:
-    """One `generate` in progress."""
-
-    request: GenerationRequest
-    rid: str = ""                               # at the server; empty between two attempts
-    server: Server | None = None
-    scope: asyncio.Timeout | None = None        # what it waits for; expiring it interrupts the wait
-    aborted: bool = False
-    held: Generation | None = None              # what lost attempts had brought
-
-
 class SGLangClient:
     """An Engine. It lives on the event loop on which `start` ran.
 
@@ -94,7 +80,7 @@ class SGLangClient:
         self.stats = ClientStats()
         self.versions: list[str] = []       # weight versions published so far
         self._nonce = uuid.uuid4().hex[:8]
-        self._calls: dict[str, _Call] = {}
+        self._calls: dict[str, Call] = {}
         self._background: set[asyncio.Task] = set()
 
     # ---- start and end --------------------------------------------------------------------------------------------------------
@@ -148,7 +134,7 @@ class SGLangClient:
                     return [f"{url}: {fault}" for fault in faults]
                 if fault := await vocabulary_fault(self.wire, url, self.model):
                     return [f"{url}: {fault}"]
-            await self._attempt(_Call(probe), server, 0)
+            await self._attempt(Call(probe, self.model), server, 0)
         except (EngineError, Lost, BadResponse) as error:
             return [f"{server.url}: a first request failed: {error}"]
         return []
@@ -162,7 +148,7 @@ class SGLangClient:
             EngineError: the request is dropped; names the last failure.
         """
         self._refuse_request(request)
-        call = self._calls[request.request_id] = _Call(request)
+        call = self._calls[request.request_id] = Call(request, self.model)
         self.stats.requested += 1
         dropped = "cancelled"
         try:
@@ -184,6 +170,7 @@ class SGLangClient:
                 self.stats.dropped[dropped] += 1
             else:
                 self.stats.delivered += 1
+                self.stats.rescued_tokens += call.rescued
 
     def _refuse_request(self, request: GenerationRequest) -> None:
         if request.request_id in self._calls:
@@ -194,10 +181,10 @@ class SGLangClient:
             raise EngineError(f"request {request.request_id}: its prompt is empty, or has tokens outside the vocabulary of "
                               f"{self.model.vocab_size}, which would kill the server: check the tokenizer")
 
-    async def _attempts(self, call: _Call) -> Generation:
+    async def _attempts(self, call: Call) -> Generation:
         avoid: tuple[Server, ...] = ()
         for attempt in range(self.config.sglang_retries + 1):
-            server = None if call.aborted else await _unless_aborted(call, self.fleet.acquire(call.request.session, avoid))
+            server = None if call.aborted else await call.unless_aborted(self.fleet.acquire(call.request.session, avoid))
             if server is None:
                 break
             try:
@@ -218,11 +205,11 @@ class SGLangClient:
                                                f"{server.url}: {failure}")
             avoid = (server,)
             pause = max(pause, min(self.backoff * 2 ** attempt, BACKOFF_CAP) * random.uniform(0.5, 1.5))
-            if not await _unless_aborted(call, asyncio.sleep(pause, True)):
+            if not await call.unless_aborted(asyncio.sleep(pause, True)):
                 break
-        return self._partial(call)
+        return call.partial()
 
-    def _book(self, call: _Call, server: Server, failure: BadResponse | Lost) -> float:
+    def _book(self, call: Call, server: Server, failure: BadResponse | Lost) -> float:
         """Returns the seconds that the server asks to be left alone."""
         if isinstance(failure, BadResponse):
             self.stats.refused[failure.reason] += 1
@@ -235,12 +222,12 @@ class SGLangClient:
             server.suspected.set()
         return failure.wait
 
-    async def _attempt(self, call: _Call, server: Server, attempt: int) -> Generation:
+    async def _attempt(self, call: Call, server: Server, attempt: int) -> Generation:
         """
         Raises:
             Lost, BadResponse: to be tried again. EngineError: the server will never accept it.
         """
-        request = rest(call.request, call.held)
+        request = call.rest()
         call.server, rid = server, f"{self._nonce}.{request.request_id}.{attempt};"     # SGLang aborts by prefix: none may begin another
         call.rid = rid
         known = len(self.versions)
@@ -257,16 +244,16 @@ class SGLangClient:
                     raise Lost("cut", "the answer ended in mid-response")
                 allowed = self.versions[known - 1:] if known else ()
                 generation = await _aside(part.nbytes, finish, part, request, self.model, allowed, server.url)
-            return self._with_held(call, generation)
+            return call.whole(generation)
         except TimeoutError:
-            self._hold(call, part, server.url)
+            call.hold(part, server.url)
             if call.aborted:
                 raise Lost("aborted", "and the server did not end it in time") from None
             if not server.up:
                 raise Lost("left out", server.why) from None
             raise Lost("timeout", f"no end within {self.config.sglang_request_timeout:g} s (--sglang-request-timeout)") from None
         except Lost:
-            self._hold(call, part, server.url)
+            call.hold(part, server.url)
             raise
         finally:
             if call.scope is not None:
@@ -274,35 +261,6 @@ class SGLangClient:
             call.scope, call.rid = None, ""
             if (part is None or not part.finish) and server.up:
                 self._later(self._abort_at(server, rid))
-
-    # ---- what is kept of lost attempts ------------------------------------------------------------------------------------------
-
-    def _hold(self, call: _Call, part: Part | None, url: str) -> None:
-        """Keep the tokens that an attempt brought before it was lost, if they leave something to do."""
-        request = replace(rest(call.request, call.held), return_routes=False)       # they come with the last message only
-        if part is None or part.finish or not 0 < len(part.output_ids) < request.params.max_new_tokens:
-            return
-        try:
-            call.held = joined(call.held, finish(part, request, self.model, (), url))
-        except BadResponse:
-            call.held = None
-
-    def _with_held(self, call: _Call, generation: Generation) -> Generation:
-        if call.held is None:
-            return generation
-        if call.request.return_routes and generation.routes is None:    # aborted in the queue: nobody has the routes of what is held
-            return generation
-        both = joined(call.held, generation)
-        self.stats.rescued_tokens += len(call.held.output_ids)
-        return both
-
-    def _partial(self, call: _Call) -> Generation:
-        """What an aborted call has; without tokens whose routes are wanted and lost."""
-        if call.held is not None and not call.request.return_routes:
-            self.stats.rescued_tokens += len(call.held.output_ids)
-            return call.held
-        return Generation(call.request.request_id, [], np.zeros(0, np.float32), "abort",
-                          sampling_mask=[] if call.request.return_sampling_mask else None)
 
     # ---- control ----------------------------------------------------------------------------------------------------------------
 
@@ -313,14 +271,14 @@ class SGLangClient:
             call.aborted = True
         await asyncio.gather(*(self._abort(call) for call in calls))
 
-    async def _abort(self, call: _Call) -> None:
+    async def _abort(self, call: Call) -> None:
         server, rid = call.server, call.rid
         if server and rid and await self._abort_at(server, rid):
             self._later(self._insist(call, server, rid))
         else:
             expire(call.scope)
 
-    async def _insist(self, call: _Call, server: Server, rid: str) -> None:
+    async def _insist(self, call: Call, server: Server, rid: str) -> None:
         """An abort that overtakes its request finds nothing; a hung server never ends it."""
         for _ in range(ABORT_GRACE):
             await asyncio.sleep(1)
@@ -346,32 +304,6 @@ class SGLangClient:
         for server in self.fleet.servers:
             self.fleet.bar(server, left_out.get(server.url, ""))
 
-    async def update_from_disk(self, path: str, version: str) -> None:
-        """Load a Hugging Face directory that the servers can read, and empty their caches; one that cannot is left out.
-
-        Raises:
-            EngineError: none could.
-        """
-        body = {"model_path": path, "weight_version": version, "flush_cache": True}
-
-        async def update(server: Server) -> str:
-            try:
-                reply = await self.wire.control(server.url, "/update_weights_from_disk", body, self.config.sglang_request_timeout)
-            except EngineError as error:
-                return str(error)
-            return "" if reply.get("success") else f"{server.url} did not load {path}: {reply.get('message')}"
-
-        faults = await asyncio.gather(*(update(server) for server in self.fleet.servers))
-        failed = {server.url: fault for server, fault in zip(self.fleet.servers, faults, strict=True) if fault}
-        if len(failed) == len(faults):
-            raise EngineError(f"no server could load {path}: {'; '.join(failed.values())}")
-        await self.expect(version, failed)
-
-    async def info(self) -> dict[str, dict]:
-        """url -> /server_info."""
-        infos = await asyncio.gather(*(self.wire.control(url, "/server_info") for url in self.urls))
-        return dict(zip(self.urls, infos, strict=True))
-
     async def _healthy(self, server: Server) -> None:
         """Raises EngineError if it is not, or, once left out, if it is not on the expected weights either."""
         await self.wire.control(server.url, "/health", timeout=self.config.rollout_health_check_timeout)
@@ -388,17 +320,6 @@ class SGLangClient:
         task = asyncio.create_task(coroutine)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
-
-
-async def _unless_aborted[T](call: _Call, waiting: Awaitable[T]) -> T | None:
-    """Its result, or None if the call is aborted meanwhile."""
-    try:
-        async with asyncio.timeout(None) as call.scope:
-            return await waiting
-    except TimeoutError:
-        return None
-    finally:
-        call.scope = None
 
 
 async def _aside(nbytes: int, function, *args):

@@ -21,7 +21,7 @@ class Rollouts:
     Args:
         loop: the running event loop, in another thread, on which the sampler's engine and rewards live.
         sampler: asked for one step after another.
-        timeout_s: longest wait for one rollout.
+        timeout_s: longest wait for one rollout, and for anything else on the loop.
         end: the run ends at this version, so that no rollout is generated for it.
     """
 
@@ -51,7 +51,7 @@ class Rollouts:
     @contextlib.contextmanager
     def paused(self):
         """No request is at the engine inside this block, and no prompt is drawn; what was cut goes on after it."""
-        self._wait(self._submit(self.sampler.pause()))
+        self.run(self.sampler.pause())
         try:
             yield
         finally:
@@ -62,7 +62,7 @@ class Rollouts:
 
         Ask for it while the rollouts of every leader are `paused`: a prompt drawn between two leaders' states would be in neither.
         """
-        return self._wait(self._submit(self._state()))
+        return self.run(self._state())
 
     def load_state_dict(self, states: list[dict]) -> None:
         """From the states of all leaders, before the first `next`."""
@@ -71,7 +71,11 @@ class Rollouts:
     def close(self) -> None:
         """Cancel what is being generated."""
         self._pending.clear()
-        self._wait(self._submit(self._stop()))
+        self.run(self._stop())
+
+    def run(self, coroutine: Coroutine):
+        """Its result, from the loop. Raises TimeoutError after `timeout_s`."""
+        return self._wait(self._submit(coroutine))
 
     async def _generate(self, version: int) -> None:
         task = asyncio.current_task()
@@ -104,5 +108,5 @@ class Rollouts:
             late = isinstance(error, TimeoutError) and not future.done()
             future.cancel()
             if late:
-                raise TimeoutError(f"the rollout took over {self.timeout_s:g} s (--control-timeout)") from None
+                raise TimeoutError(f"a rollout or an evaluation took over {self.timeout_s:g} s (--control-timeout)") from None
             raise

@@ -219,7 +219,7 @@ def _spans(meta: dict, count: int) -> list[tuple[str, int, int]]:
     return spans
 
 
-# ---- several messages, several servers ---------------------------------------------------------------------------------------
+# ---- several messages ---------------------------------------------------------------------------------------------------------
 
 
 def read(raw: bytes, request: GenerationRequest, rid: str, model: ServedModel, before: Part | None, server: str) -> Part:
@@ -242,7 +242,7 @@ def read(raw: bytes, request: GenerationRequest, rid: str, model: ServedModel, b
     if before is None or part.meta.get("completion_tokens") == len(part.output_ids):
         return part
     return replace(part, output_ids=[*before.output_ids, *part.output_ids], logp=np.concatenate([before.logp, part.logp]),
-                   sampling_mask=_chained(before.sampling_mask, part.sampling_mask))
+                   sampling_mask=chained(before.sampling_mask, part.sampling_mask))
 
 
 def _loads(raw: bytes) -> object:
@@ -261,31 +261,7 @@ def _loads(raw: bytes) -> object:
     return reply
 
 
-def rest(request: GenerationRequest, held: Generation | None) -> GenerationRequest:
-    """What is left of a request whose first tokens are held."""
-    if held is None:
-        return request
-    left = request.params.max_new_tokens - len(held.output_ids)
-    return replace(request, input_ids=[*request.input_ids, *held.output_ids], params=replace(request.params, max_new_tokens=left))
-
-
-def joined(held: Generation | None, more: Generation) -> Generation:
-    """The tokens held, then those of the server that went on from them. Its routes are those of all.
-
-    Raises:
-        BadResponse: the weights changed in between, so the routes of `held` would not be those it was sampled with.
-    """
-    if held is None:
-        return more
-    if len({version for version, _, _ in (*held.weight_versions, *more.weight_versions)}) > 1:
-        raise BadResponse("weight version", "the weights changed while the request moved to another server")
-    ids = [*held.output_ids, *more.output_ids]
-    spans = [(version, 0, len(ids)) for version, _, _ in held.weight_versions[:1] or more.weight_versions[:1]]
-    return replace(more, output_ids=ids, logp=np.concatenate([held.logp, more.logp]), weight_versions=spans,
-                   sampling_mask=_chained(held.sampling_mask, more.sampling_mask))
-
-
-def _chained(first: list | None, second: list | None) -> list | None:
+def chained(first: list | None, second: list | None) -> list | None:
     return None if first is None or second is None else [*first, *second]
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+PATIENCE = 60.0     # seconds that those who wait for a leader wait longer than the leader itself, which then says what was late
+
 
 def any_rank(said: bool, device) -> bool:
     """Whether any rank of the job says so, on all of them. Collective."""
@@ -73,14 +75,18 @@ class ControlGroups:
 
 
 def make_control_groups(timeout_s: float) -> ControlGroups:
-    """Collective over all ranks; call once after Megatron's model parallelism is set up."""
+    """Collective over all ranks; call once after Megatron's model parallelism is set up.
+
+    Args:
+        timeout_s: longest time that a leader takes for its work.
+    """
     from megatron.core import mpu
 
     mine = (mpu.get_data_parallel_rank(), Place(mpu.get_pipeline_model_parallel_rank(), mpu.get_context_parallel_rank(),
                                                 mpu.get_tensor_model_parallel_rank()))
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    timeout, replica = timedelta(seconds=timeout_s), None
+    timeout, replica = timedelta(seconds=timeout_s + PATIENCE), None
     group: Any
     leaders: Any
     members: dict[int, list[int]] = {}

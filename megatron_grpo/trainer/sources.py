@@ -153,7 +153,8 @@ class EngineSource:
         self.taken = []
         with self.bar:
             rollout = self.rollouts.next(step)
-        self.taken, samples = [replace(g, samples=[replace(s) for s in g.samples]) for g in rollout.groups], rollout.samples   # before shaping
+        self.taken = [replace(g, samples=[replace(s, rewards=dict(s.rewards)) for s in g.samples]) for g in rollout.groups]     # before shaping
+        samples = rollout.samples
         self.rewards_are_advantages = shape_rewards(
             samples, self.settings.algorithm.reward, self.settings.rollout.rollout_max_response_len, self.hooks.reward_post_process)
         counts = {f"rollout/{name}": value for name, value in rollout.books.metrics().items()}
@@ -173,7 +174,7 @@ class EngineSource:
         if self.held_out is None:
             return None
         share = range(self.dp_rank, len(self.held_out), self.dp_size)
-        return self.link.events.run(evaluate(
+        return self.rollouts.run(evaluate(
             self.link.client, self.held_out, self.rewards, self.tokenizer, self.settings.rollout, indices=share,
             max_response_len=self.settings.trainer.eval_max_response_len, function=self.hooks.rollout))
 

@@ -30,7 +30,6 @@ class FaultServer:
         self.aborts: list[str] = []
         self.most_at_once = self.at_once = 0
         self.keys: set[str | None] = set()              # Authorization of all requests
-        self.loaded: list[dict] = []                    # bodies of /update_weights_from_disk
 
     async def start(self) -> "FaultServer":
         @web.middleware
@@ -49,8 +48,7 @@ class FaultServer:
 
     def routes(self) -> list:
         return [web.post("/generate", self.generate), web.get("/health", self.health), web.get("/server_info", self.server_info),
-                web.get("/model_info", self.model_info), web.post("/abort_request", self.abort_request),
-                web.post("/update_weights_from_disk", self.update)]
+                web.get("/model_info", self.model_info), web.post("/abort_request", self.abort_request)]
 
     @property
     def url(self) -> str:
@@ -76,10 +74,6 @@ class FaultServer:
 
     async def model_info(self, request):
         return web.json_response({"weight_version": self.version, "is_generation": True})
-
-    async def update(self, request):
-        self.loaded.append(await request.json())
-        return web.json_response({"success": True, "message": ""})
 
     async def abort_request(self, request):
         rid = (await request.json())["rid"]

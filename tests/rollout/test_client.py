@@ -301,19 +301,6 @@ def test_tokens_of_other_weights_are_not_continued():
     assert stats.rescued_tokens == 0 and stats.refused == {"weight version": 1}
 
 
-def test_update_from_disk():
-    async def scenario(client, one, two):
-        two.version = one.version = "v2"
-        await client.update_from_disk("weights/v2", "v2")
-        await client.generate(ask())
-        assert [s.loaded for s in (one, two)] == [[{"model_path": "weights/v2", "weight_version": "v2", "flush_cache": True}]] * 2
-        await one.die()
-        await two.die()
-        with pytest.raises(EngineError, match="no server could load weights/v3"):
-            await client.update_from_disk("weights/v3", "v3")
-    run(scenario, FaultServer(), FaultServer())
-
-
 # ---- start ---------------------------------------------------------------------------------------------------------------------------
 
 
@@ -347,8 +334,7 @@ def test_first_request_shows_what_the_server_does_not_tell(fault, message):
 def test_fit_servers_start():
     async def scenario(client, *servers):
         check(await client.generate(ask()), ask())
-        return await client.info()
-    assert len(run(scenario, FaultServer(), FaultServer(), start=True)) == 2
+    run(scenario, FaultServer(), FaultServer(), start=True)
 
 
 def test_server_that_never_comes_up():

@@ -15,6 +15,7 @@ from megatron_grpo.rollout.engine import EngineError, Generation, GenerationRequ
 from megatron_grpo.rollout.responses import ServedModel
 from megatron_grpo.rollout.server import LocalServer
 from megatron_grpo.routing.audit import RouteSpec, audit
+from megatron_grpo.weights.control import EngineControl
 from tests.rollout.simulated import make_sampler
 from tests.rollout.tiny import tiny_qwen3_moe
 
@@ -34,6 +35,13 @@ def run(scenario, *urls: str, model=MODEL, **settings):
         finally:
             await client.close()
     return asyncio.run(asyncio.wait_for(main(), 300))
+
+
+async def reload(client: SGLangClient, path: str, version: str) -> None:
+    """The same weights under another version, as a published update."""
+    for url in client.urls:
+        await asyncio.to_thread(EngineControl(url, 120).update_from_disk, path, version, True)
+    await client.expect(version)
 
 
 @pytest.mark.engine
@@ -89,11 +97,11 @@ def test_another_model_is_refused(sglang_server):
 @pytest.mark.engine
 def test_reload_from_disk(sglang_server):
     async def scenario(client):
-        await client.update_from_disk(sglang_server.model_path, "7")      # whatever an earlier test published to the shared server
+        await reload(client, sglang_server.model_path, "7")     # whatever an earlier test published to the shared server
         before = await client.generate(greedy("before", [5, 6, 7], 8))
-        await client.update_from_disk(sglang_server.model_path, "7")
-        with pytest.raises(EngineError, match="no server could load"):
-            await client.update_from_disk("nowhere", "99")
+        await reload(client, sglang_server.model_path, "7")
+        with pytest.raises(EngineError, match="/update_weights_from_disk answered 400"):
+            await reload(client, "nowhere", "99")
         return before, await client.generate(greedy("after", [5, 6, 7], 8))
     before, after = run(scenario, sglang_server.url)
     assert before.output_ids == after.output_ids and before.weight_versions == after.weight_versions and after.cached_tokens == 0

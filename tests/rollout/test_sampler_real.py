@@ -8,7 +8,7 @@ from megatron_grpo.hooks import Hooks
 from megatron_grpo.routing.audit import audit
 
 from .simulated import make_sampler
-from .test_client_real import MODEL, SPEC, greedy, run
+from .test_client_real import MODEL, SPEC, greedy, reload, run
 
 SHORT, LONG = 4, 200
 
@@ -27,7 +27,7 @@ def test_a_response_that_was_cut_is_the_one_that_was_not(sglang_server):
         before = (await client.generate(greedy("before", [5], 1))).weight_versions[0][0]
         rollouts = []
         for version in (1, 2):
-            await client.update_from_disk(sglang_server.model_path, str(version))
+            await reload(client, sglang_server.model_path, str(version))
             if version == 2:
                 two_lengths.long = None     # groups begun from here on are short; the cut ones go on as they are
                 sampler.width = 1
@@ -35,7 +35,7 @@ def test_a_response_that_was_cut_is_the_one_that_was_not(sglang_server):
         samples = [s for r in rollouts for s in r.samples]
         whole = [await client.generate(greedy(f"w{s.sample_id}", s.tokens[:s.prompt_length].tolist(), s.response_length)) for s in samples]
         await sampler.close()
-        await client.update_from_disk(sglang_server.model_path, before)
+        await reload(client, sglang_server.model_path, before)
         return rollouts, samples, whole
     (first, second), samples, whole = run(scenario, sglang_server.url, model=MODEL)
     assert [g.group_id for g in first.groups] == [1] and [g.group_id for g in second.groups] == [0]

@@ -58,6 +58,25 @@ def test_stuck_rank_is_ended(pool):
     assert time.monotonic() - start < 30
 
 
+def late_leader():
+    from megatron.core import mpu
+
+    from megatron_grpo.trainer.distribute import RolloutFailed, on_leaders
+    from megatron_grpo.trainer.groups import make_control_groups
+    mpu.initialize_model_parallel(tensor_model_parallel_size=2)
+
+    def work():
+        time.sleep(1.5)
+        raise TimeoutError("a rollout took over 1 s")
+    with pytest.raises(RolloutFailed) as failed:
+        on_leaders(make_control_groups(1.0), work)
+    return str(failed.value)
+
+
+def test_who_waits_for_a_leader_outlasts_it(pool):
+    assert pool.run(late_leader, ranks=2) == ["TimeoutError: a rollout took over 1 s"] * 2
+
+
 def test_what_a_lost_peer_looks_like():
     assert is_lost_peer(dist.DistNetworkError("Connection was reset")) and is_lost_peer(RuntimeError("... Connection closed by peer [::1]:5"))
     assert not is_lost_peer(ValueError("Connection closed by peer")) and not is_lost_peer(RuntimeError("shape mismatch"))
