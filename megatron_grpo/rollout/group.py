@@ -27,6 +27,7 @@ class Group:
         samples: finished and scored, by sample_id.
         done: all are finished, those that failed are out, and the filter let the group pass.
         claimed: it holds a slot of the step before it is complete.
+        due: weights version of the step that kept it; a resumed run gives it to the same one.
     """
 
     position: int
@@ -35,6 +36,7 @@ class Group:
     samples: dict[int, Sample] = field(default_factory=dict)
     done: bool = False
     claimed: bool = False
+    due: int | None = None
 
     @property
     def size(self) -> int:

@@ -94,8 +94,8 @@ class Rollouts:
 
     async def _state(self) -> dict:
         state = self.sampler.state_dict()
-        state["groups"] = [Group(g.group_id, [], samples={s.sample_id: s for s in g.samples}, done=True)
-                           for rollout in self._ready.values() for g in rollout.groups] + state["groups"]
+        state["groups"] = [Group(g.group_id, [], samples={s.sample_id: s for s in g.samples}, done=True, due=version)
+                           for version, rollout in self._ready.items() for g in rollout.groups] + state["groups"]
         return state
 
     def _submit(self, coroutine: Coroutine) -> Future:

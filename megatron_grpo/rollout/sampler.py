@@ -138,7 +138,7 @@ class Sampler:
                 group.claimed = age(group) == limit and self.tickets.claim()
                 if not group.claimed:
                     await self._discard(group, "too stale")
-        finished, self.finished = sorted(self.finished, key=lambda g: (-g.claimed, g.position)), []
+        finished, self.finished = sorted(self.finished, key=lambda g: (-g.claimed, g.due is None, g.due or 0, g.position)), []
         for group in finished:
             self._accept(group)
         self.gate.open(STEP)
@@ -226,13 +226,17 @@ class Sampler:
         self._accept(group)
 
     def _accept(self, group: Group) -> None:
-        if not group.claimed and not self.tickets.claim():
+        if self._is_early(group) or not group.claimed and not self.tickets.claim():
             self.finished.append(group)
             return
-        group.claimed = False
+        group.claimed, group.due = False, self.version
         self.kept.append(group)
         self.books.kept.add(group.size, group.sampled)
         self.on_group(len(self.kept), self.share)
+
+    def _is_early(self, group: Group) -> bool:
+        """A later step had kept it, in the run that is being continued."""
+        return group.due is not None and group.due > self.version
 
     def _book(self, group: Group, account: Tally, reason: str) -> None:
         if group.size:
@@ -276,7 +280,7 @@ class Sampler:
         for group in self.spares:
             self._book(group, self.books.filtered, "spare")
         if not self.config.partial_rollout:
-            for group in (*self.finished, *self.running.values()):
+            for group in (*(g for g in self.finished if not self._is_early(g)), *self.running.values()):
                 await self._discard(group, "enough groups were complete")
         for group in (*self.finished, *self.running.values()):
             self.books.carried_out.add(group.size, group.sampled)
@@ -354,7 +358,7 @@ class Sampler:
             good = {s.sample_id: s for s in group.samples if s.sample_id not in damaged}
             whole = len(good) == len(group.samples)
             growing = [] if whole else self._trajectories(group.group_id, without=good)
-            out.append(Group(group.group_id, growing, samples=good, done=whole))
+            out.append(Group(group.group_id, growing, samples=good, done=whole, due=0))      # before any other
         return out
 
     def _kind(self) -> tuple[int, bool, bool]:

@@ -99,6 +99,29 @@ def test_a_step_that_takes_too_long_raises_and_what_fails_ahead_raises_when_aske
     broken.close()
 
 
+@pytest.mark.parametrize("partial", [False, True])
+def test_what_was_ready_is_handed_out_by_a_resumed_run_in_the_same_steps(loop, partial):
+    """Positions of several steps are mixed: the first groups that complete are taken, which are those at odd positions."""
+    def start(ahead):
+        rollouts = make(loop, ahead, seconds_per_token=0.01, over_sampling_batch_size=6, partial_rollout=partial)
+        rollouts.sampler.engine.length_of = lambda session, prompt: 2 if int(session.split("-")[1]) // 2 % 2 else 10
+        return rollouts
+
+    first = start(2)
+    first.next(0)
+    in_loop(first, until(lambda: {1, 2} <= first._ready.keys()))
+    with first.paused():
+        state = pickle.loads(pickle.dumps(first.state_dict()))
+    positions = lambda rollout: [g.group_id for g in rollout.groups]
+    after = [positions(first.next(v)) for v in (1, 2)]
+    first.close()
+    assert sorted(sum(after, [])) != sum(after, []), "or nothing is shown"
+    second = start(0)
+    second.load_state_dict([state])
+    assert [positions(second.next(v)) for v in (1, 2)] == after
+    second.close()
+
+
 def test_a_checkpoint_holds_what_is_ready_and_what_is_on_its_way(loop):
     first = make(loop, 2, seconds_per_token=0.002, over_sampling_batch_size=3, partial_rollout=True)
     first.next(0)
