@@ -5,6 +5,7 @@ first rank of a job that launches its own server holds the server.
 """
 
 import os
+import shutil
 import tempfile
 
 import torch.distributed as dist
@@ -22,11 +23,18 @@ from .sources import EventLoop
 
 
 class EngineLink:
-    """`launch`, `connect`, `publish` and `close` are called by every rank, in this order."""
+    """`launch`, `connect`, `publish` and `close` are called by every rank, in this order, and so is the constructor.
+
+    Args:
+        directory: of the server's log and of the weights; None makes one on the first rank's node, which `close` removes.
+    """
 
     def __init__(self, args, groups: ControlGroups, directory: str | None):
         self.args, self.settings, self.groups = args, args.grpo, groups
-        self.directory = directory or tempfile.mkdtemp(prefix="run-")
+        self.temporary = None if directory or dist.get_rank() else tempfile.mkdtemp(prefix="run-")
+        box = [directory or self.temporary]
+        dist.broadcast_object_list(box, src=0)      # all ranks write their part of the weights there
+        self.directory: str = box[0]
         self.server: LocalServer | None = None
         self.client: SGLangClient | None = None
         self.events: EventLoop | None = None
@@ -93,3 +101,5 @@ class EngineLink:
             self.publisher.close()
         if self.server is not None:
             self.server.stop()
+        if self.temporary is not None:
+            shutil.rmtree(self.temporary, ignore_errors=True)
