@@ -3,8 +3,9 @@
 #   dense    11.7 B / PP 16 / TP 4, but latent attention's down-projections whole on every rank; their states over CP 2 x DP 4
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 GPUS=512 SERVER_GPUS=64          # 2.1 TB of bfloat16 weights
-SERVER_ARGS+=" $PLAIN_WEIGHTS"
+SERVER_ARGS+=" $PLAIN_WEIGHTS --trust-remote-code"
 RECIPE+=(
+  --trust-remote-code                           # the tokenizer is Python code in the checkpoint's directory, and needs tiktoken
   --algorithm gspo --use-tis
   --rollout-batch-size 256 --n-samples-per-prompt 8 --rollout-max-prompt-len 2048 --rollout-max-response-len 14336 --num-steps-per-rollout 4
   --tensor-model-parallel-size 4 --sequence-parallel --context-parallel-size 2

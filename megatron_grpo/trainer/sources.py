@@ -233,7 +233,7 @@ def load_data(args) -> Data | None:
     settings = args.grpo
     if settings.trainer.load_debug_rollout_data:
         return None
-    tokenizer = load_tokenizer(settings.weights.hf_checkpoint)
+    tokenizer = load_tokenizer(settings.weights.hf_checkpoint, args.trust_remote_code)
     prompts, held_out = load_prompts(settings.prompts, tokenizer, settings.trainer.eval_num_prompts)
     return Data(tokenizer, prompts, held_out, PromptOrder(len(prompts), settings.prompts.rollout_shuffle, settings.prompts.rollout_seed))
 
@@ -299,16 +299,19 @@ def default_store():
     return _get_default_store()
 
 
-def load_tokenizer(path: str):
-    """The Hugging Face tokenizer of a directory.
+def load_tokenizer(path: str, trust_remote_code: bool):
+    """The Hugging Face tokenizer of a directory, of the directory's own code only with Megatron's --trust-remote-code.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or it needs code that is not trusted.
     """
     from transformers import AutoTokenizer
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (ImportError, OSError, ValueError) as error:
+        if not trust_remote_code and "trust_remote_code" in str(error):
+            raise ConfigError(f"--hf-checkpoint {path}: its tokenizer is Python code in that directory: read it, then give --trust-remote-code "
+                              "(an SGLang server that is not started by --sglang-launch needs its own)") from None
         raise ConfigError(f"--hf-checkpoint {path}: no tokenizer: {error}") from None
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"--hf-checkpoint {path}: the tokenizer has no end-of-text token, so no response would end; set eos_token")
