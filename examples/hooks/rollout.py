@@ -7,9 +7,9 @@ sequence and not trained on.
 
 async def think_twice(args, episode):
     """`episode` is one conversation with the engine; it ends when the function returns."""
-    first = await episode.generate(max_new_tokens=max(1, episode.remaining // 2))
+    await episode.generate(max_new_tokens=max(1, episode.remaining // 2))
     words = episode.tokenizer.encode("\nCheck.\n", add_special_tokens=False)
-    if first.finish_reason == "abort" or episode.remaining <= len(words):
+    if episode.remaining <= len(words):
         return
     episode.append(words)
     await episode.generate()

@@ -23,7 +23,7 @@ class Run:
         metrics: name -> {step: value}; the last line of a step wins. Values may be NaN or infinite.
         seconds: phase -> {step: seconds}, in the order in which phases were first logged.
         resumes: steps at which the log goes back, i.e. at which the run was resumed.
-        samples: step -> samples (see `read_samples`), of at most SAMPLE_STEPS steps.
+        samples: step -> samples (see `_sample`), of at most SAMPLE_STEPS steps.
         sample_steps: all steps that have a samples file.
         problems: "FILE:LINE: what is wrong"; at most NAMED_PROBLEMS, then one line with the rest's number.
     """

@@ -32,7 +32,7 @@ class Rewards:
 
     def __init__(self, config: VerifierConfig, custom: RewardModel | None = None):
         if not config.rm_type and custom is None:
-            raise ConfigError("no reward: give --rm-type (task, math, remote) or --custom-rm-path")
+            raise ConfigError("no reward: give --rm-type (task, exact, math, remote) or --custom-rm-path")
         self.config, self.custom = config, custom
         self.pool, self.thread = VerifierPool(config.rm_workers, config.rm_timeout), HookThread()
         self._places = asyncio.Semaphore(config.rm_concurrency)

@@ -99,11 +99,14 @@ def train(job: Job) -> None:
             if job.engine is not None and (done < args.train_iters or job.settings.trainer.eval_num_prompts):
                 publish(job, done)
         record(job, batch, results, metrics, iteration, phases)
-        if job.engine is not None and _due(done, args.eval_interval, args.train_iters):
-            write_samples(job, batch, done, job.settings.trainer.report_samples)
-        if _due(done, args.eval_interval, args.train_iters):
+        looked_at = _due(done, args.eval_interval, args.train_iters)
+        if looked_at:
+            if job.engine is not None:
+                write_samples(job, batch, done, job.settings.trainer.report_samples)
             evaluate(job, done)
         stopping = _stop_asked(job)
+        if looked_at or stopping:
+            job.log.report()        # all ranks have met in between, so the samples are there
         if job.checkpoints is not None:
             if _due(done, args.save_interval, args.train_iters) or stopping:
                 save(job, done)
@@ -168,7 +171,6 @@ def evaluate(job: Job, done: int) -> None:
         metrics = evaluation_metrics(job.groups, on_leaders(job.groups, lambda: job.source.evaluate()))
     if metrics:
         job.log.step(done, metrics, phases.seconds)
-        job.log.report()
 
 
 def publish(job: Job, version: int) -> None:

@@ -31,6 +31,7 @@ def test_own_script(pool, tmp_path):
     ((code, said),) = pool.run(run_script, flags, timeout=200)
     assert code == 0 and "good morning" in said and "step 2/2" in said, said
     losses = [json.loads(line)["metrics"]["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert "<html" in (tmp_path / "run" / "report.html").read_text()        # also where nothing is evaluated
 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     board = EventAccumulator(str(tmp_path / "board"))
