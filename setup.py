@@ -8,7 +8,7 @@ setup(
     python_requires=">=3.12",
     packages=find_packages(include=["megatron_grpo", "megatron_grpo.*"]),
     package_data={"megatron_grpo": ["**/*.html", "**/*.js", "**/*.css"]},
-    install_requires=["torch>=2.9", "megatron-core>=0.16", "psutil", "numpy", "aiohttp", "safetensors", "transformers>=5",
+    install_requires=["torch>=2.9", "megatron-core>=0.15", "psutil", "numpy", "aiohttp", "safetensors", "transformers>=5",
                       "tqdm", "pybase64", "pyarrow", "math-verify", "reasoning-gym", "tensorboard"],
     extras_require={
         # NVIDIA apex is built from source (see README.md); the `apex` on the package index is an unrelated project.
