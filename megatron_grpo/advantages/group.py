@@ -65,7 +65,8 @@ class Groups:
 
     def count_flat(self) -> torch.Tensor:
         """Groups without signal: every reward equal (groups of one and groups without a valid sample included)."""
-        return self.flat_N.double().new_zeros(self.num_groups).index_fill(0, self.index_N[self.flat_N], 1.0).sum()
+        flat_N = self.flat_N.double()
+        return flat_N.new_zeros(self.num_groups).scatter_reduce(0, self.index_N, flat_N, "amax").sum()
 
 
 def _total(index_N, num_groups, x_N):
@@ -121,9 +122,8 @@ def group_advantage(groups: Groups, *, baseline: str = "mean", std: str = "sampl
     elif std != "none":
         raise ValueError(f"unknown std {std!r}")
     out_N = torch.where(groups.flat_N | (groups.weight_N == 0), 0.0, out_N)
-    if singleton == "reward":
-        out_N = torch.where(n_N == 1, groups.reward_N / (1 if std == "none" else 1 + eps), out_N)
-    return out_N
+    alone = groups.reward_N / (1 if std == "none" else 1 + eps) if singleton == "reward" else torch.zeros_like(out_N)
+    return torch.where(n_N < 1.5, alone, out_N)        # siblings' shares of one rollout do not sum to exactly 1
 
 
 def _above_second(groups: Groups) -> torch.Tensor:

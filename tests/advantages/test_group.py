@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import pytest
@@ -83,6 +84,10 @@ def test_siblings_count_once():
     assert advantage([0, 0, 3, 6], rollouts=[0, 0, 1, 2], std="none") == pytest.approx([-3, -3, 0, 3])
     # the same rollout id in two groups is two rollouts
     assert advantage([0, 2, 1, 3], ids=[0, 0, 1, 1], rollouts=[0, 1, 0, 1], std="none") == pytest.approx([-1, 1, -1, 1])
+    # siblings of one rollout are a group of one, whatever their rewards and however their shares of 1 round
+    for baseline, std in itertools.product(("mean", "leave_one_out", "length", "second_best"), ("sample", "leave_one_out", "none")):
+        assert advantage([0, 1] * 24 + [0], rollouts=[5] * 49, baseline=baseline, std=std, tokens_N=torch.ones(49)) == [0] * 49
+    assert advantage([1, 3], rollouts=[5, 5], singleton="reward", std="none") == [1, 3]
 
 
 @settings(max_examples=40, deadline=None)
