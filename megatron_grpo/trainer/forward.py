@@ -17,7 +17,7 @@ micro-batches, data-parallel and context-parallel ranks. Megatron then does, wit
 """
 
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -67,10 +67,15 @@ class StepContext:
 
 def forward_step(data_iterator, model):
     """Run the model on the next micro-batch; Megatron's `forward_step_func`."""
+    from megatron.core.utils import get_model_config
+
     mb: MicroBatch = next(data_iterator)
     context: StepContext = mb.context
+    config = get_model_config(model)
+    # Megatron's half-precision wrapper would copy the logits to float32: twice their memory, and not one more digit
+    more = {"fp32_output": False} if config.bf16 or config.fp16 else {}
     with _routed(context, mb):
-        output = model(mb.tokens, mb.positions, None, packed_seq_params=mb.packed_seq_params)
+        output = model(mb.tokens, mb.positions, None, packed_seq_params=mb.packed_seq_params, **more)
     return output, partial(logprob_function if context.target else loss_function, mb)
 
 
@@ -114,7 +119,7 @@ def loss_function(mb: MicroBatch, logits: torch.Tensor):
         mb.logp_T, out = checkpoint(_policy_loss, mb, logits, use_reentrant=False)
     else:
         mb.logp_T, out = _policy_loss(mb, logits)
-    context.outputs.append(out)
+    context.outputs.append(replace(out, loss=out.loss.detach()))     # the graph would keep what its functions hold until the step's end
     if context.per_token_loss:
         return out.loss * context.positions, mb.mask_T.new_full((), len(mb.mask_T), dtype=torch.int), {}
     return out.loss * (context.num_microbatches * context.dp_size), {}

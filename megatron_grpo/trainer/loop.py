@@ -138,7 +138,7 @@ def log_probs(job: Job, batch: RolloutBatch) -> dict:
     context.store.clear()
     context.mismatches.clear()
     if job.reference is not None:
-        with job.reference.applied(model):
+        with job.trained.whole_parameters(), job.reference.applied(model):
             for mbs in batch.mini_steps:
                 logprob_pass(model, mbs, replace(context, store=RouteStore(), mismatches=[]), "ref_logp_T", routing.mode("reference"))
     if job.settings.trainer.loss_type == "sft":

@@ -151,6 +151,7 @@ def _packed_seq_params(layout: Layout, device):
 
     padded = layout.cu_seqlens_padded.to(device)
     # Padding is given to attention as tokens of the sequence that it follows: causality keeps it out of every real
-    # token, and no kernel has to know of gaps between sequences.
-    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=padded, cu_seqlens_kv=padded, cu_seqlens_q_padded=padded,
-                           cu_seqlens_kv_padded=padded, max_seqlen_q=layout.max_seqlen, max_seqlen_kv=layout.max_seqlen)
+    # token, and no kernel has to know of gaps between sequences. Padded boundaries beside these would make Transformer Engine compare
+    # the two at every layer, which waits for the device.
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=padded, cu_seqlens_kv=padded, max_seqlen_q=layout.max_seqlen,
+                           max_seqlen_kv=layout.max_seqlen)

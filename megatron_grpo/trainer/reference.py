@@ -46,12 +46,12 @@ def load_reference(args, trained) -> Reference:
     from megatron.training.checkpointing import load_checkpoint
 
     from ..settings import ConfigError
-    from ..weights import has_weights
+    from ..weights import has_weights, load_hf_checkpoint
 
     where = args.grpo.trainer.ref_load or args.grpo.weights.hf_checkpoint
     model, policy = trained.model, Reference(trained.model)
     if has_weights(where):
-        trained.load_hf(where)
+        load_hf_checkpoint(trained.live, where)     # not into the optimizer, whose float32 weights have digits that the model's lack
     elif os.path.exists(os.path.join(where, "latest_checkpointed_iteration.txt")):
         kept = {name: getattr(args, name) for name in ("finetune", "no_load_optim", "no_load_rng", "iteration", "consumed_train_samples",
                                                        "exit_on_missing_checkpoint")}
@@ -64,7 +64,6 @@ def load_reference(args, trained) -> Reference:
         raise ConfigError(f"the KL needs a reference model: {where} holds neither safetensors nor a Megatron checkpoint; give --ref-load")
     reference = Reference(model, _identity(where))
     _copy(_state(model), policy.tensors)
-    trained.optimizer.reload_model_params()     # loading may have touched the optimizer's copies
     return reference
 
 
