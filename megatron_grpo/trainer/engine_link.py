@@ -1,7 +1,8 @@
 """The trainer's link to the inference engines: start or find them, check them, publish weights to them.
 
 Every rank has a link, because publishing gathers weights from all of them. Only leaders hold a client, and only the
-first rank of a job that launches its own server holds the server.
+first rank of a job that launches its own server holds the server. Whoever waits for a server waits in the control groups: a collective
+of NCCL would be taken for hung after --distributed-timeout-minutes.
 """
 
 import os
@@ -17,7 +18,7 @@ from ..weights.fp8 import serving_arguments
 from ..weights.hf_config import read_hf_config
 from ..weights.publish import WeightPublisher
 from .build import Trained
-from .distribute import agree, on_leaders
+from .distribute import on_leaders
 from .groups import ControlGroups
 from .sources import EventLoop
 
@@ -43,36 +44,26 @@ class EngineLink:
 
     def launch(self) -> None:
         """Start the local server without waiting for it: it loads while Megatron builds the model."""
-        engine, error = self.settings.engine, None
+        urls = self.groups.over_leaders(on_leaders(self.groups, self._launched))
+        if urls is not None:
+            self.urls = urls[0]         # the first rank's, which leads the first replica
+
+    def _launched(self) -> list[str]:
+        engine = self.settings.engine
         if engine.sglang_launch == "local" and dist.get_rank() == 0:
-            try:
-                os.makedirs(self.directory, exist_ok=True)
-                path = self.settings.weights.hf_checkpoint
-                weights = serving_arguments(path, read_hf_config(path))
-                self.server = LocalServer.from_config(engine, path,
-                                                      routes=self.settings.routing.use_rollout_routing_replay,
-                                                      log_directory=self.directory,
-                                                      device=self.settings.trainer.platform, extra=weights)
-                self.server.launch()
-                self.urls = [self.server.url]
-            except Exception as failure:
-                error = f"{type(failure).__name__}: {failure}"
-        box = [(self.urls, error)]
-        dist.broadcast_object_list(box, src=0)
-        self.urls, error = box[0]
-        agree(self.groups, error)
+            os.makedirs(self.directory, exist_ok=True)
+            path = self.settings.weights.hf_checkpoint
+            extra = serving_arguments(path, read_hf_config(path)) + ("--trust-remote-code",) * self.args.trust_remote_code
+            self.server = LocalServer.from_config(engine, path,
+                                                  routes=self.settings.routing.use_rollout_routing_replay,
+                                                  log_directory=self.directory,
+                                                  device=self.settings.trainer.platform, extra=extra)
+            return [self.server.launch().url]
+        return self.urls
 
     def connect(self, trained: Trained, replay) -> None:
         """Wait for the servers, connect the leaders' clients, and refuse an engine that cannot serve this run."""
-        error = None
-        try:
-            if self.server is not None:
-                self.server.wait()
-        except Exception as failure:
-            error = str(failure)
-        box = [error]
-        dist.broadcast_object_list(box, src=0)
-        agree(self.groups, box[0])
+        on_leaders(self.groups, lambda: None if self.server is None else self.server.wait())
         if self.groups.is_leader:
             self.events = EventLoop()
         self.client = on_leaders(self.groups, lambda: self.events.run(self._client(trained, replay)))

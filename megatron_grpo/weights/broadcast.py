@@ -5,6 +5,7 @@ a group finds together, as they do for any release that SGLang supports. Each at
 when the one before failed, because a group that lost a member stays broken.
 """
 
+import os
 import secrets
 import socket
 import threading
@@ -12,6 +13,7 @@ import time
 import urllib.parse
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
 import torch
@@ -38,7 +40,7 @@ class BroadcastGroup:
     """
 
     def __init__(self, engines: Sequence[EngineControl], device: torch.device, timeout: float):
-        self.engines, self.name = list(engines), f"megatron-grpo-{secrets.token_hex(6)}"
+        self.engines, self.device, self.name = list(engines), device, f"megatron-grpo-{secrets.token_hex(6)}"
         sizes = on_each(self.engines, _ranks_of, must=True)
         backend = "nccl" if device.type == "cuda" else "gloo"
         world_size, offsets = 1, {}
@@ -69,13 +71,15 @@ class BroadcastGroup:
             EngineError: an engine failed; the group is then broken.
         """
         receiving = {e: self._executor.submit(e.receive, self.name, bucket) for e in self.engines}
-        works: list = [dist.broadcast(tensor.contiguous(), group_src=0, group=self.group, async_op=True) for _, tensor in bucket]
+        # NCCL connects at the first broadcast and waits there for every engine, also for one that has refused: not in this thread
+        sent: Future = Future()
+        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        threading.Thread(target=_broadcast, args=(sent, bucket, self.group, stream), daemon=True).start()
         try:
-            while not all(work.is_completed() for work in works):
+            while not sent.done():
                 raise_failures(_failed(receiving))
                 time.sleep(POLL)
-            for work in works:
-                work.wait()
+            sent.result()
         except RuntimeError as error:       # what torch raises for a broken connection; EngineError is one too
             if isinstance(error, EngineError):
                 raise
@@ -122,17 +126,47 @@ def _ranks_of(engine: EngineControl) -> int:
     return info["tp_size"]
 
 
+def _broadcast(sent: Future, bucket: Bucket, group: dist.ProcessGroup, stream) -> None:
+    """From rank 0 to all; on CUDA after what `stream` has been given, on its device: a new thread starts on device 0."""
+    try:
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            works: list = [dist.broadcast(tensor.contiguous(), group_src=0, group=group, async_op=True) for _, tensor in bucket]
+            while not all(work.is_completed() for work in works):
+                time.sleep(POLL)
+            for work in works:
+                work.wait()
+        sent.set_result(None)
+    except BaseException as error:
+        sent.set_exception(error)
+
+
 def _join_as_sender(joined: Future, store: dist.Store, world_size: int, name: str, backend: str, device: torch.device, timeout: float):
     """Make the group in which this process is rank 0 although its default group knows nothing of the other members."""
     try:
         if device.type == "cuda":
             torch.cuda.set_device(device)       # a new thread starts on device 0
-        group, _ = c10d._new_process_group_helper(world_size, 0, [], c10d.Backend(backend), c10d.PrefixStore(name, store),
-                                                  group_name=c10d.GroupName(name), timeout=timedelta(seconds=timeout))
+        with _surviving():
+            group, _ = c10d._new_process_group_helper(world_size, 0, [], c10d.Backend(backend), c10d.PrefixStore(name, store),
+                                                      group_name=c10d.GroupName(name), timeout=timedelta(seconds=timeout))
         c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
         joined.set_result(group)
     except BaseException as error:
         joined.set_exception(error)
+
+
+@contextmanager
+def _surviving():
+    """A group of NCCL that is made inside is aborted when a peer dies or hangs; others then end the whole process (ProcessGroupNCCL.hpp)."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "2"      # CleanUpOnly
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _address_towards(urls: Sequence[str]) -> str:

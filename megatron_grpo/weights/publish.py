@@ -160,34 +160,52 @@ class WeightPublisher:
     # ---- broadcast ----------------------------------------------------------------------------------------------------
 
     def _send(self, engines: list[EngineControl], version: str) -> tuple[Failures, int]:
-        """One attempt of all ranks: gather, and broadcast from rank 0. Every rank draws every bucket whatever happens."""
-        buckets = iterate_hf_tensors(self.model, self.settings.weight_sync_bucket_size)
+        """One attempt of all ranks: gather, and broadcast from rank 0. Once it has begun, every rank draws every bucket whatever happens."""
         failures: Failures = {}
         nbytes, kept = 0, dict[str, torch.Tensor]()
         try:
             if engines:
-                nbytes = self._broadcast_to(engines, _keeping(buckets, self._chosen(version), kept), version)
+                self._prepare(engines)
         except EngineError as error:
-            # whoever is not known to have failed was cut off in the middle
-            known = error.failures if isinstance(error, EnginesFailed) else {}
-            failures = {engine: known.get(engine, error) for engine in engines}
-            self._leave_group(broken=True)
-        for _ in buckets:
-            pass
+            failures = self._cut_off(engines, error)
+        # The others wait for the engines here: in a bucket's collectives NCCL would take them for hung.
+        if self._from_rank0(bool(engines) and not failures):
+            buckets = iterate_hf_tensors(self.model, self.settings.weight_sync_bucket_size)
+            try:
+                if engines:
+                    nbytes = self._broadcast_to(engines, _keeping(buckets, self._chosen(version), kept), version)
+            except EngineError as error:
+                failures = self._cut_off(engines, error)
+            for _ in buckets:
+                pass
         unverified = [engine for engine in engines if engine not in failures]
         return failures | failures_of(on_each(unverified, lambda engine: self._verify(engine, version, kept.__getitem__))), nbytes
 
-    def _broadcast_to(self, engines: list[EngineControl], buckets: Iterator[Bucket], version: str) -> int:
-        mode = self.settings.weight_sync_pause
+    def _cut_off(self, engines: list[EngineControl], error: EngineError) -> Failures:
+        """Whoever is not known to have failed was cut off in the middle."""
+        self._leave_group(broken=True)
+        known = error.failures if isinstance(error, EnginesFailed) else {}
+        return {engine: known.get(engine, error) for engine in engines}
+
+    def _prepare(self, engines: list[EngineControl]) -> None:
+        """A group with these engines, which generate nothing and await an update."""
         if self._broadcast is not None and self._broadcast.engines != engines:
             self._leave_group(broken=False)
         if self._broadcast is None:
             self._broadcast = BroadcastGroup(engines, self.model.device, self.settings.weight_sync_timeout)
         try:
-            on_each(engines, lambda engine: engine.pause(mode), must=True)
+            on_each(engines, lambda engine: engine.pause(self.settings.weight_sync_pause), must=True)
             on_each(engines, lambda engine: engine.begin_update(), must=True)
+        except EngineError:
+            on_each(engines, lambda engine: engine.resume())
+            raise
+
+    def _broadcast_to(self, engines: list[EngineControl], buckets: Iterator[Bucket], version: str) -> int:
+        assert self._broadcast is not None
+        try:
             nbytes = send_all(self._broadcast, buckets)
-            on_each(engines, lambda engine: engine.finish_update(version, flush=mode != "in_place"), must=True)
+            flush = self.settings.weight_sync_pause != "in_place"
+            on_each(engines, lambda engine: engine.finish_update(version, flush), must=True)
         finally:
             resumed = on_each(engines, lambda engine: engine.resume())
         raise_failures(resumed)
