@@ -29,7 +29,7 @@ from ..settings import ConfigError, from_namespace
 from . import memory
 from .flags import add_grpo_args, read_args, resolve, validate
 from .memory import GIB, Memory, Stage
-from .model import check_cp_layout
+from .model import check_cp_layout, check_dtype
 from .router_replay import check_interface
 
 HOPPER = (9, 0)         # what Megatron's checks of the GPU are told where there is none
@@ -84,6 +84,7 @@ def _check_model(found: Plan) -> None:
 
     args = found.args
     _attempt(found, check_cp_layout, args)
+    _attempt(found, check_dtype, args)
     config = _attempt(found, _transformer_config, found)
     if args.use_routing_replay or args.use_rollout_routing_replay:
         _attempt(found, check_interface)

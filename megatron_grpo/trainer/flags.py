@@ -7,6 +7,8 @@ A Megatron script of your own passes `add_grpo_args` as its extra_args_provider 
 
 import argparse
 import difflib
+import importlib.util
+import math
 import os
 import re
 import sys
@@ -102,6 +104,7 @@ def parse_args(argv: list[str] | None = None, extra_args_provider=add_grpo_args)
     """
     args = read_args(argv, extra_args_provider)
     args.grpo = resolve(args)
+    check_installation(args)
     validate(args)
     from megatron.training.global_vars import set_global_variables
     set_global_variables(args, build_tokenizer=False)      # prompts are tokenized by the Hugging Face tokenizer
@@ -116,6 +119,21 @@ def read_args(argv: list[str] | None = None, extra_args_provider=add_grpo_args) 
         platform_cpu.install(force="--force-platform-cpu" in sys.argv)
     from megatron.training.arguments import parse_args as megatron_parse_args
     return megatron_parse_args(extra_args_provider)
+
+
+def check_installation(args: argparse.Namespace) -> None:
+    """Refuse what the installed packages cannot run on a GPU, before anything slow starts; a dry run needs none of them.
+
+    Raises:
+        ConfigError: names the package and the flag.
+    """
+    if args.grpo.trainer.platform == "cpu":
+        return
+    if args.transformer_impl == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None:
+        raise ConfigError("--transformer-impl transformer_engine: Transformer Engine is not installed; pip install megatron-grpo[cuda]")
+    if args.gradient_accumulation_fusion and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
+        raise ConfigError("Megatron fuses gradient accumulation by an extension of NVIDIA's apex, which is not installed: build apex with its CUDA "
+                          "extensions, or give --no-gradient-accumulation-fusion")
 
 
 def validate(args: argparse.Namespace) -> argparse.Namespace:
@@ -173,6 +191,8 @@ def resolve(args: argparse.Namespace) -> Settings:
     attempt(partial(_batch_size, args), trainer, rollout)
     attempt(partial(_intervals, args), trainer)
     attempt(partial(_unequal_lengths, args))
+    attempt(partial(_patience, args), weights)
+    attempt(partial(_plain_parameters, args))
     attempt(partial(checkpoint.check, args), trainer)
     if refused:
         raise ConfigError("\n".join(refused))
@@ -241,3 +261,28 @@ def _unequal_lengths(args) -> None:
             raise ConfigError("--moe-token-dispatcher-type allgather gathers equally many tokens from every expert-parallel rank, and packed "
                               "micro-batches differ: use alltoall or flex")
         args.moe_token_dispatcher_type = "alltoall"
+    flex = args.moe_token_dispatcher_type == "flex" and args.moe_flex_dispatcher_backend
+    if flex == "ncclep":
+        raise ConfigError("--moe-flex-dispatcher-backend ncclep sizes its buffers by the first micro-batch, and later ones may be longer: use deepep "
+                          "or hybridep")
+    if flex == "hybridep":
+        args.moe_hybridep_pad_uneven_dispatch_inputs = True
+
+
+def _plain_parameters(args) -> None:
+    """Weights are loaded, published and swapped for the reference's in blocks of rows and columns."""
+    for name in ("fp8_param_gather", "fp4_param_gather"):
+        if getattr(args, name, False):
+            raise ConfigError(f"--{name.replace('_', '-')}: parameters that are themselves quantized cannot be written in blocks, as loading and the "
+                              "reference need; drop it (--fp8-format alone computes in FP8)")
+
+
+def _patience(args, weights: WeightsConfig) -> None:
+    """While the first rank sends a bucket to the engines, the others wait for it in the collectives of the next."""
+    needed = math.ceil(weights.weight_sync_timeout / 60) + 1
+    if weights.weight_sync == "disk" or args.distributed_timeout_minutes >= needed:
+        return
+    if given("--distributed-timeout-minutes", sys.argv):
+        raise ConfigError(f"--distributed-timeout-minutes {args.distributed_timeout_minutes}: with --weight-sync distributed a collective may last "
+                          f"as long as --weight-sync-timeout {weights.weight_sync_timeout} (seconds): give at least {needed}, or lower that")
+    args.distributed_timeout_minutes = needed

@@ -20,7 +20,7 @@ def model_provider(pre_process=True, post_process=True, vp_stage=None, config=No
         pg_collection: Megatron's process groups; None takes the global ones.
 
     Raises:
-        ConfigError: the layout of context parallelism does not fit the model's attention.
+        ConfigError: the layout of context parallelism, or the dtype, does not fit the model's attention.
     """
     from megatron.core.models.gpt import GPTModel
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -33,6 +33,7 @@ def model_provider(pre_process=True, post_process=True, vp_stage=None, config=No
     config, named = settings.transformer, settings.transformer_layer_spec
     ours = platform_cpu.installed() and named is None
     contiguous = check_cp_layout(args)
+    check_dtype(args)
     if ours:
         block, mtp = platform_cpu.layer_spec(config, vp_stage, contiguous), platform_cpu.mtp_spec(config, vp_stage)
     else:
@@ -67,6 +68,16 @@ def check_cp_layout(args) -> bool:
         raise ConfigError("--cp-layout contiguous: Transformer Engine's attention takes zigzag chunks; use --cp-layout zigzag, or name "
                           "an attention that gathers its keys by --spec")
     return True
+
+
+def check_dtype(args) -> None:
+    """Refuse float32 where attention cannot work in it.
+
+    Raises:
+        ConfigError: names the flags.
+    """
+    if (args.qkv_format == "thd" and args.spec is None and args.transformer_impl == "transformer_engine" and not (args.bf16 or args.fp16)):
+        raise ConfigError("--qkv-format thd: Transformer Engine's attention takes packs in half precision only; give --bf16")
 
 
 def _megatron_spec(settings, vp_stage):

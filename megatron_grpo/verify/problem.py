@@ -61,6 +61,8 @@ def prepare(directory: str, argv: list[str]) -> list[str]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     flags = without(argv, *OURS)
+    if given("--platform", flags) != "cpu" and not {"--bf16", "--fp16"} & set(flags):
+        flags.append("--bf16")      # Transformer Engine's attention of packs
     config = _small_config(flags)
     model, reference = os.path.join(directory, "model"), os.path.join(directory, "reference")
     os.makedirs(model, exist_ok=True)

@@ -5,11 +5,14 @@
 
     LocalRanks().run(case, 5, ranks=4) == [(0, 5), (1, 5), (2, 5), (3, 5)]
 
-Importing torch and Megatron takes many seconds, a fork takes none. Fresh processes are needed because a process that has been
-through many layouts keeps threads of every process group it ever had. A case that raises on any rank fails with
-that rank's traceback; a case that hangs is killed at its deadline.
+Importing torch and Megatron takes many seconds, a fork takes none. Where Transformer Engine is installed only torch is imported before:
+it may look at the GPU, which no fork survives, and the CPU platform hides it from Megatron.
+
+Fresh processes are needed because a process that has been through many layouts keeps threads of every process group it ever had. A case
+that raises on any rank fails with that rank's traceback; a case that hangs is killed at its deadline.
 """
 
+import importlib.util
 import multiprocessing as mp
 import os
 import pickle
@@ -67,7 +70,8 @@ class LocalRanks:
         self.size, self.backend, self.quiet, self.number = size, backend, quiet, 0
         self.directory = tempfile.TemporaryDirectory(prefix="ranks-")
         self.context = mp.get_context("forkserver")
-        self.context.set_forkserver_preload([*PRELOAD, *preload])
+        megatron = PRELOAD[:2] if importlib.util.find_spec("transformer_engine") else PRELOAD
+        self.context.set_forkserver_preload([*megatron, *preload])
 
     def run(self, fn, *args, ranks: int = 1, timeout: float = 120, env: dict | None = None, **kwargs) -> list:
         """fn(*args, **kwargs) on every rank; returns the results in rank order. `fn` must be importable.

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import sys
 from types import SimpleNamespace
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from ...settings import ConfigError
 
 PROVED = ("0.19.2",)
+CUDA_ONLY = ("transformer_engine", "apex")     # Megatron takes their kernels for norms, optimizers and routers wherever they can be imported
 _installed = False
 
 
@@ -21,7 +23,8 @@ def install(force: bool = False) -> None:
         force: also where a CUDA device is visible; that device is then out of reach for this process.
 
     Raises:
-        ConfigError: a CUDA device is visible, or the installed Megatron-Core is not one the stand-ins are proved with.
+        ConfigError: a CUDA device is visible, Megatron was imported before with kernels for CUDA, or the installed Megatron-Core is not one
+            the stand-ins are proved with.
     """
     global _installed
     if _installed:
@@ -29,6 +32,7 @@ def install(force: bool = False) -> None:
     if torch.cuda.is_available() and not force:
         raise ConfigError("--platform cpu: a CUDA device is visible, and the stand-ins would hide it from the whole process. "
                           "Drop --platform cpu, hide the device with CUDA_VISIBLE_DEVICES= (empty), or give --force-platform-cpu")
+    _hide()
     from megatron.core.package_info import __shortversion__ as version
     if version not in PROVED:
         raise ConfigError(f"--platform cpu: proved with megatron-core {', '.join(PROVED)}, found {version}. "
@@ -47,6 +51,14 @@ def install(force: bool = False) -> None:
 def installed() -> bool:
     """Whether this process runs on the CPU platform."""
     return _installed
+
+
+def _hide():
+    """Megatron is to be imported as where these packages are not installed."""
+    for name in CUDA_ONLY:
+        if sys.modules.get(name) is not None and "megatron.core" in sys.modules:
+            raise ConfigError(f"--platform cpu: Megatron was imported before, with {name}, whose kernels need CUDA; install the platform first")
+        sys.modules[name] = None  # type: ignore
 
 
 class _Nothing:
