@@ -89,7 +89,6 @@ def test_a_server_that_fails_fails_every_rank(link, what):
 
 @pytest.mark.parametrize("trusted", (True, False))
 def test_the_local_server_trusts_the_code_that_the_trainer_trusts(trusted, tmp_path, monkeypatch):
-    from megatron_grpo.trainer import engine_link
     started = {}
     monkeypatch.setattr(engine_link.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(engine_link.LocalServer, "launch", lambda server: started.update(command=server.command()) or server)
