@@ -48,7 +48,8 @@ class FaultServer:
 
     def routes(self) -> list:
         return [web.post("/generate", self.generate), web.get("/health", self.health), web.get("/server_info", self.server_info),
-                web.get("/model_info", self.model_info), web.post("/abort_request", self.abort_request)]
+                web.get("/model_info", self.model_info), web.post("/abort_request", self.abort_request),
+                web.post("/update_weights_from_disk", self.update)]
 
     @property
     def url(self) -> str:
@@ -74,6 +75,11 @@ class FaultServer:
 
     async def model_info(self, request):
         return web.json_response({"weight_version": self.version, "is_generation": True})
+
+    async def update(self, request):
+        """Whoever trains publishes to it: tests/e2e/test_restart.py, tests/slurm."""
+        await request.read()
+        return web.json_response({"success": True, "message": ""})
 
     async def abort_request(self, request):
         rid = (await request.json())["rid"]
