@@ -89,7 +89,7 @@ def clip_cov(x: LossInputs, ratio_T: torch.Tensor, sums: Columns, c: LossConfig,
     """
     base = ppo(x, ratio_T, sums, c)
     covariance_T = _covariance(x, sums)
-    clipped_T = -x.advantage_T * ratio_T.clamp(*bounds(c)) > -x.advantage_T * ratio_T
+    clipped_T = base.bounded["low"] | base.bounded["high"]
     candidate_T = x.mask_T & (covariance_T > c.clip_cov_low) & (covariance_T < c.clip_cov_high) & ~clipped_T
     key_T = _random_key(x) if key_T is None else key_T
     chosen_T = _smallest(key_T, candidate_T, _share(x, c.clip_cov_ratio), x.cp_group)

@@ -154,14 +154,14 @@ def check_run(run: Run) -> list[Alert]:
     return worst_first(found)
 
 
-def agreement(run: Run) -> Verdict:
-    """Whether trainer and engine agree: the worst alert of the run that speaks of a mismatch, or that there is none."""
+def agreement(run: Run, alerts: list[Alert]) -> Verdict:
+    """Whether trainer and engine agree: the worst of the run's alerts (from `check_run`) that speaks of a mismatch, or that there is none."""
     rules = [rule for rule in RULES if rule.metric.startswith(MISMATCH)]
     seen = next((rule for rule in rules if run.series(rule.metric)), None)
     if seen is None:
         advice = "Both sides' log-probs are needed: a supervised run has none of the engine, --use-rollout-logprobs none of the trainer."
         return Verdict("unknown", rules[0].metric, "the run has no finite value", advice)
-    for alert in check_run(run):
+    for alert in alerts:
         if alert.metric.startswith(MISMATCH) and alert.level in STATES:
             return Verdict(STATES[alert.level], alert.metric, alert.text, alert.advice)
     return Verdict("healthy", seen.metric, f"{_now(run.series(seen.metric))[1]}, not {seen.side} {seen.warn:g}", "Nothing to do.")

@@ -47,9 +47,10 @@ def write_report(run_dirs: list[str], output: str | None = None) -> str:
 def page_data(run_dirs: list[str]) -> dict:
     """Everything the page shows, as plain JSON values without NaN."""
     runs = [read_run(directory, name) for directory, name in zip(run_dirs, _names(run_dirs), strict=True)]
+    alerts = [check_run(run) for run in runs]
     return {
-        "runs": [_run_data(run) for run in runs],
-        "alerts": [asdict(alert) for alert in worst_first([a for run in runs for a in check_run(run)])],
+        "runs": [_run_data(run) | {"agreement": asdict(agreement(run, found))} for run, found in zip(runs, alerts, strict=True)],
+        "alerts": [asdict(alert) for alert in worst_first([a for found in alerts for a in found])],
         "unchecked": {run.name: unchecked(run) for run in runs},
         "rules": [{"metric": r.metric, "title": r.title, "warn": r.warn, "bad": r.bad, "over": r.over, "source": r.source} for r in RULES]}
 
@@ -99,7 +100,7 @@ def _run_data(run: Run) -> dict:
     return {
         "name": run.name, "steps": len(run.steps), "last_step": run.steps[-1] if run.steps else None, "start": start or None,
         "has_log": os.path.exists(os.path.join(run.directory, "metrics.jsonl")), "hours": [[s, round(h, 5)] for s, h in clock],
-        "metrics": metrics, "agreement": asdict(agreement(run)), "lost": lost, "resumes": run.resumes, "problems": run.problems,
+        "metrics": metrics, "lost": lost, "resumes": run.resumes, "problems": run.problems,
         "phases": stacked(phases), "recent_phases": recent(phases), "books": stacked({k: v for k, v in books.items() if v}),
         "samples": [{"step": s, "samples": v} for s, v in run.samples.items()], "sample_steps": len(run.sample_steps)}
 

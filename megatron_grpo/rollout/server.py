@@ -38,7 +38,7 @@ COMMON_ARGS = ("--host", "127.0.0.1", "--skip-server-warmup", "--incremental-str
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
                       "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 OWNER = "MEGATRON_GRPO_SERVER_OWNER"     # environment variable: the pid that the server dies with, by default its parent's
-DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))      # a site's http_proxy is not for loopback
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))      # a site's http_proxy is not for its own nodes
 PORT_FIX = "give --sglang-port another port, or 0 for a free one"
 HINTS = {       # text in the log -> the fix
     "No module named 'sglang'": "pip install sglang",

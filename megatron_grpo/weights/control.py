@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ..rollout.engine import EngineError
+from ..rollout.server import DIRECT
 
 DRAIN_POLL = 5.0        # seconds that one request of a drain waits inside the server
 PATIENCE = 30.0         # seconds for an answer that needs no work
-DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))      # a site's http_proxy is not for its own nodes
 
 
 class NotFound(EngineError):

@@ -84,7 +84,7 @@ class WeightsDirectory(SafetensorsDirectory):
 
     def stored(self, name: str) -> tuple[str, ...]:
         """The tensors on disk that make this one."""
-        return (name, name + SCALE) if isinstance(self.slice(name), Dequantized) else (name,)
+        return (name, name + SCALE) if super().slice(name).get_dtype() == FP8 else (name,)
 
 
 class Dequantized:

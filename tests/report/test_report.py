@@ -128,7 +128,8 @@ def test_thresholds(tmp_path, name, healthy, warn, bad):
 def test_verdict_on_the_engines(tmp_path, metrics, state, metric, text):
     steps = [line(i + 1, **dict(zip(metrics, values, strict=True))) for i, values in enumerate(zip(*metrics.values(), strict=True))]
     directory = log(tmp_path / "run", *steps)
-    verdict = agreement(read_run(directory))
+    run = read_run(directory)
+    verdict = agreement(run, check_run(run))
     assert (verdict.state, verdict.metric) == (state, metric) and text in verdict.text and verdict.advice
     assert page_data([directory])["runs"][0]["agreement"] == asdict(verdict)
 
@@ -136,7 +137,7 @@ def test_verdict_on_the_engines(tmp_path, metrics, state, metric, text):
 def test_the_verdict_has_the_thresholds_of_the_alerts(tmp_path, monkeypatch):
     run = series(tmp_path, "mismatch_k3", [1e-3] * 12)
     monkeypatch.setattr("megatron_grpo.report.alerts.RULES", tuple(replace(r, warn=1e-4, bad=5e-4) for r in RULES if r.metric == "mismatch_k3"))
-    assert agreement(run).state == "broken" and [a.level for a in check_run(run)] == ["bad"]
+    assert agreement(run, check_run(run)).state == "broken" and [a.level for a in check_run(run)] == ["bad"]
 
 
 def test_a_passing_spike_is_a_note(tmp_path):
